@@ -59,7 +59,7 @@ def built_engine(hidden: int, layers: int, device: str) -> MegatronEngine:
     options = MegatronOptions(dtype=torch.float32, optimizer=OptimizerOptions(lr=1e-4, total_steps=1000))
     engine = MegatronEngine(config, layout, runtime, options)
     with torch.no_grad():
-        for param in engine.named_local_params().values():
+        for param in engine.weights.named().values():
             param.normal_(std=0.02)
     return engine
 

@@ -17,7 +17,7 @@ from megarl.rollout.interface import (
     RolloutError,
     SamplingParams,
 )
-from megarl.rollout.registry import check_engine_model, create_engine, known_engines, register_engine
+from megarl.rollout.registry import check_engine_model, create_engine, register_engine
 
 __all__ = [
     "NO_VERSION",
@@ -32,6 +32,5 @@ __all__ = [
     "SamplingParams",
     "check_engine_model",
     "create_engine",
-    "known_engines",
     "register_engine",
 ]

@@ -226,13 +226,7 @@ class Completion:
 
 @dataclass(frozen=True)
 class EngineHealth:
-    """State of an engine.
-
-    Attributes:
-        ready: whether it would serve a request now: not stale, awake, not shut down.
-        stale: its weights are absent or incomplete.
-        weight_version: version of its weights; -1 while stale.
-    """
+    """State of an engine; it is ready if it would serve a request now: not stale, awake, not shut down."""
 
     ready: bool
     stale: bool
@@ -247,7 +241,6 @@ class EngineOptions:
     Attributes:
         dtype: dtype of weights and activations, ``float32`` or ``bfloat16``.
         device: ``cpu``, ``cuda`` or ``cuda:<n>``.
-        tensor_parallel_size: devices that hold one copy of the weights.
         max_num_seqs: maximum number of running sequences; further requests wait in a queue.
         max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
@@ -336,12 +329,7 @@ class RolloutEngine(abc.ABC):
         return True
 
     def _names_with(self, requests: Sequence[Request], running: Iterable[str]) -> set[str]:
-        """Return the ids of running and new requests, for :meth:`submit`.
-
-        Raises:
-            WeightSyncError: the engine is stale.
-            RequestRefused: two requests have one id.
-        """
+        """Return the ids of running and new requests; refuses a stale engine and an id that is running already."""
         if self.stale:
             raise WeightSyncError(
                 "the engine's weights are absent or incomplete; it serves requests after a complete weight sync",
@@ -358,14 +346,7 @@ class RolloutEngine(abc.ABC):
         return names
 
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
-        """Generate all requests to their end. No other request may be running.
-
-        Returns:
-            Completions in the order of the requests.
-
-        Raises:
-            WeightSyncError, RolloutError: see :meth:`submit` and :meth:`poll`.
-        """
+        """Generate all requests to their end, in order. No other request may be running."""
         self.submit(requests)
         done: dict[str, Completion] = {}
         while len(done) < len(requests):
@@ -420,10 +401,7 @@ class RolloutEngine(abc.ABC):
         return [[part.checksum(held[rank][part.name]) for part in parts] for rank, parts in enumerate(rectangles)]
 
     def fingerprint(self) -> tuple[str, ...]:
-        """Return a digest of all weights by rank, computed by the engine; equal as long as nothing changes.
-
-        Empty if the engine cannot compute one.
-        """
+        """Return a digest of each rank's weights, computed by the engine; empty if it cannot compute one."""
         return ()
 
     @abc.abstractmethod

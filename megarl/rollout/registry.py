@@ -24,8 +24,6 @@ class EngineEntry(NamedTuple):
     """A registered engine.
 
     Attributes:
-        create: builds the engine.
-        check: checks a model; None if the engine checks the model when it is built.
         vocab_multiple: the engine pads the vocabulary to a multiple of this number before it divides the rows.
         returns_routes: the engine supports :attr:`EngineOptions.return_routes`.
         quantizes: the engine supports :attr:`EngineOptions.quantization`.
@@ -56,9 +54,6 @@ def register_engine(
 
     Args:
         check: raises ModelError for unsupported models; None = the engine checks the model when it is built.
-        vocab_multiple: see :class:`EngineEntry`.
-        returns_routes: see :class:`EngineEntry`.
-        quantizes: see :class:`EngineEntry`.
     """
 
     def register(factory: _Factory) -> _Factory:
@@ -68,17 +63,11 @@ def register_engine(
     return register
 
 
-def known_engines() -> list[str]:
-    """Return the names of all engines, sorted."""
-    return list(ENGINES)
-
-
 def create_engine(name: str, model_path: str, options: EngineOptions | None = None) -> RolloutEngine:
     """Build an engine for the model in a folder; it is stale and no weight is read.
 
     Args:
         model_path: Hugging Face folder; only its configuration is read.
-        options: options of the engine; None = the defaults of :class:`EngineOptions`.
 
     Raises:
         ConfigError: the name is unknown (lists the known ones), or the engine refuses an option.

@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sized
 from typing import TYPE_CHECKING
 
-from megarl.base.errors import ModelError
+from megarl.base.errors import MegarlError, ModelError
 from megarl.rollout.interface import (
     TAGS,
     EngineOptions,
@@ -21,11 +21,7 @@ if TYPE_CHECKING:
 
 
 def check_tags(tags: Iterable[Tag]) -> set[Tag]:
-    """Return sleep tags as a set.
-
-    Raises:
-        RolloutError: a tag is unknown.
-    """
+    """Return sleep tags as a set, or raise RolloutError for an unknown one."""
     chosen = set(tags)
     if unknown := chosen - set(TAGS):
         raise RolloutError(
@@ -35,12 +31,17 @@ def check_tags(tags: Iterable[Tag]) -> set[Tag]:
     return chosen
 
 
+def check_none_running(running: Sized, action: str, error: type[MegarlError] = RolloutError) -> None:
+    """Raise an error that tells to do ``action`` later, if requests are running."""
+    if running:
+        raise error(f"{len(running)} requests are running: {action} when none is", code="engine.requests-running")
+
+
 def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
     """Check that token ids are in the vocabulary.
 
     Args:
         source: name of the ids, for the error.
-        vocab_size: number of tokens in the vocabulary.
 
     Raises:
         RequestRefused: an id is no integer, or outside of it.
@@ -59,11 +60,7 @@ def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
 
 
 def check_routes(config: ModelConfig, options: EngineOptions) -> None:
-    """Check that a model whose experts are to be returned has experts.
-
-    Raises:
-        ModelError: it is a dense model.
-    """
+    """Refuse to return the experts of a dense model, by a ModelError."""
     if options.return_routes and config.experts is None:
         raise ModelError(
             f"return_routes=True, but {config.architecture} is a dense model, whose tokens have no experts",

@@ -138,10 +138,6 @@ class RequestScheduler:
     is idle while requests wait. The longest expected requests go first, since a long response started last would delay
     the whole batch. Before them goes one probe request of each key with unknown length. Keys that have waited since an
     earlier weight sync go before all newer ones: their batch is trained first.
-
-    Args:
-        capacity: maximum requests of each replica.
-        lengths: length estimator; None = a new one.
     """
 
     def __init__(self, capacity: Sequence[int], lengths: LengthEstimator | None = None) -> None:
@@ -193,11 +189,7 @@ class RequestScheduler:
         return dict(dispatched)
 
     def release(self, replica: int, entry: PendingRequest, tokens: int | None = None) -> None:
-        """Record that a replica has finished a request.
-
-        Args:
-            tokens: length of the response; None = aborted.
-        """
+        """Record that a replica has finished a request, with a response of ``tokens``; None = aborted."""
         state = self._replicas[replica]
         state.held.remove(entry)
         state.load = state.load - entry.cost if state.held else 0.0
@@ -262,7 +254,6 @@ class RequestScheduler:
         return least
 
     def _dequeue(self, entries: Iterable[PendingRequest]) -> None:
-        """Remove requests from the queue."""
         for entry in entries:
             group = self._waiting[entry.key]
             group.remove(entry)

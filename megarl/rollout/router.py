@@ -13,10 +13,9 @@ from types import TracebackType
 from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
-from megarl.rollout.interface import Completion, Request, RolloutEngine, RolloutError, SamplingParams
+from megarl.rollout.interface import Completion, Request, RolloutError, SamplingParams
 from megarl.rollout.request_scheduler import PendingRequest, RequestScheduler
 from megarl.rollout.router_stats import RequestSpans, RouterStats
-from megarl.rollout.serving import EngineServer
 from megarl.tracing import TRACER
 
 logger = logging.getLogger(__name__)
@@ -54,39 +53,10 @@ class Replica(Protocol):
     """
 
     async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
-        """Take new requests and abort others.
-
-        Args:
-            client: name of the router.
-            aborted: ids of requests to abort.
-        """
+        """Take new requests and abort others."""
 
     async def completions(self, client: str, wait_s: float) -> list[Completion]:
-        """Wait for completions; empty after ``wait_s`` seconds, or at once if no request is running.
-
-        Args:
-            client: name of the router.
-            wait_s: seconds to wait for the first completion.
-        """
-
-
-class EngineReplica:
-    """A replica in this process: an engine behind the router's interface.
-
-    Args:
-        engine: the engine, used by no one else while requests run.
-    """
-
-    def __init__(self, engine: RolloutEngine) -> None:
-        self._server = EngineServer(engine)
-
-    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
-        """Hand requests to the replica, and abort some."""
-        self._server.accept(client, requests, aborted)
-
-    async def completions(self, client: str, wait_s: float) -> list[Completion]:
-        """Wait for completions of this client."""
-        return await asyncio.to_thread(self._server.completions, client, wait_s)
+        """Wait for completions; empty after ``wait_s`` seconds, or at once if no request is running."""
 
 
 @dataclass
@@ -94,8 +64,6 @@ class _Connection:
     """Connection to one replica.
 
     Attributes:
-        inbox: requests that it has not got yet.
-        aborted: ids of requests to abort.
         has_calls: set if there is something to send.
         accepted: set if it has got requests.
         pump: sends and receives; None before the router is entered.
@@ -131,7 +99,6 @@ class Router:
     Attributes:
         no_replica: the loss of the last replica, while requests wait for another one; None = there are replicas.
         stats: statistics since the opening, or since the last :meth:`take_stats`.
-        finished: number of requests that have ended.
     """
 
     def __init__(
@@ -268,10 +235,7 @@ class Router:
 
     @contextlib.asynccontextmanager
     async def interrupted(self) -> AsyncIterator[list[Request]]:
-        """Interrupt all requests for the duration of the block, and yield them.
-
-        The ``prior`` of a request has its tokens so far. Afterwards the requests continue.
-        """
+        """Interrupt all requests within the block, and yield them; their ``prior`` has their tokens so far."""
         self._interrupts = True
         for number in self._scheduler.replicas:
             self._connections[number].abort(self._scheduler.held(number))
@@ -352,7 +316,6 @@ class Router:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _send(self, connection: _Connection) -> None:
-        """Send new and aborted requests to a replica at once."""
         while True:
             await connection.has_calls.wait()
             connection.has_calls.clear()
@@ -410,10 +373,7 @@ class Router:
         self._changed.set()
 
     def _lose(self, number: int, reason: str) -> None:
-        """Continue without a lost replica.
-
-        Its requests begin again on the others.
-        """
+        """Continue without a lost replica: its requests begin again on the others."""
         self._requeue(number, reason)
         if not self._scheduler.replicas:
             count = len(self._numbers)
@@ -445,7 +405,6 @@ class Router:
         self._scheduler.add(entry for entry in entries if not entry.payload.done())
 
     def _fail(self, error: Exception) -> None:
-        """Fail all requests with this error."""
         self._failure = error
         self._changed.set()
         for entry in self._entries.values():

@@ -20,12 +20,9 @@ class RouterStats:
     Attributes:
         lost: reasons by lost replica.
         handled: lost replicas that have left, or that another process has replaced.
-        moved: requests that were moved to another replica.
         discarded_tokens: generated tokens of interrupted requests that an engine could not continue and began again.
-        busy_s: busy seconds of each replica.
         served_s: seconds in which each replica was connected.
         idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
-        runners_lost: agent runners that were lost, with their routers.
     """
 
     lost: dict[int, str] = field(default_factory=dict)
@@ -48,31 +45,19 @@ class RouterStats:
 
         A replica counts as busy as the router that used it longest: routers with even shares use it at the same time.
         """
-        busy: dict[int, float] = {}
-        served: dict[int, float] = {}
-        lost: dict[int, str] = {}
-        handled: set[int] = set()
+        merged = cls(runners_lost=runners_lost)
         for part in parts:
-            busy |= {replica: max(seconds, busy.get(replica, 0.0)) for replica, seconds in part.busy_s.items()}
-            served |= {replica: max(seconds, served.get(replica, 0.0)) for replica, seconds in part.served_s.items()}
-            lost |= part.lost
-            handled |= part.handled
-        return cls(
-            lost=lost,
-            moved=sum(part.moved for part in parts),
-            discarded_tokens=sum(part.discarded_tokens for part in parts),
-            busy_s=busy,
-            served_s=served,
-            idle_while_waiting_s=sum(part.idle_while_waiting_s for part in parts),
-            runners_lost=runners_lost,
-            handled=handled,
-        )
+            for longest, seconds in ((merged.busy_s, part.busy_s), (merged.served_s, part.served_s)):
+                longest |= {replica: max(used, longest.get(replica, 0.0)) for replica, used in seconds.items()}
+            merged.lost |= part.lost
+            merged.handled |= part.handled
+            merged.moved += part.moved
+            merged.discarded_tokens += part.discarded_tokens
+            merged.idle_while_waiting_s += part.idle_while_waiting_s
+        return merged
 
     def metrics(self) -> dict[str, float]:
-        """Return ``rollout/*`` metrics: utilization, lost replicas and runners, moved requests, discarded tokens.
-
-        Without time or replicas there is no utilization.
-        """
+        """Return ``rollout/*`` metrics; without time or replicas there is no utilization."""
         shares = [self.busy_s[replica] / seconds for replica, seconds in self.served_s.items() if seconds > 0]
         metrics: dict[str, float] = {
             "rollout/idle_while_waiting_s": Total(self.idle_while_waiting_s),
@@ -88,10 +73,7 @@ class RouterStats:
 
 
 class RequestSpans:
-    """Timeline of requests at replicas: a span per request, counters of busy slots and of the queue.
-
-    Without a recording timeline it does nothing.
-    """
+    """Timeline of requests at replicas, if one records: a span per request, counters of busy slots and of the queue."""
 
     def __init__(self) -> None:
         self._started: dict[tuple[int, str], tuple[int, int]] = {}

@@ -24,7 +24,6 @@ class _Client:
     """Requests of one client, and what it has not fetched yet.
 
     Attributes:
-        running: ids of its requests that have not ended.
         ended: completions that it has not fetched.
         failure: error that ended its requests, raised by its next fetch.
     """
@@ -38,13 +37,24 @@ class _Client:
         return bool(self.ended) or self.failure is not None
 
 
-class HeldRequests(NamedTuple):
-    """Requests that a pause holds in the middle of their responses.
+@dataclass
+class _OpenRequest:
+    """A request that has not ended.
 
     Attributes:
-        requests: number of these requests.
-        tokens: tokens of their prompts and responses, which the next weights compute again.
+        sent: the request as the engine has it; None while it waits for the engine.
+        is_cancelled: its client has aborted it.
+        discarded: generated tokens that the engine could not continue.
     """
+
+    client: str
+    sent: Request | None = None
+    is_cancelled: bool = False
+    discarded: int = 0
+
+
+class HeldRequests(NamedTuple):
+    """Number of requests that a pause holds halfway, and of their tokens, which the next weights compute again."""
 
     requests: int
     tokens: int
@@ -62,12 +72,9 @@ class EngineServer:
         self._changed = threading.Condition()
         self._inbox: list[tuple[str, Sequence[Request]]] = []
         self._aborted: list[str] = []
-        self._cancelled: set[str] = set()
-        self._discarded: dict[str, int] = {}
-        self._sent: dict[str, Request] = {}
+        self._open: dict[str, _OpenRequest] = {}
         self._paused = False
         self._clients: dict[str, _Client] = {}
-        self._owners: dict[str, str] = {}
         self._gone: set[str] = set()
         self._polls = 0
         self._thread: threading.Thread | None = None
@@ -85,10 +92,9 @@ class EngineServer:
             if client in self._gone:
                 return
             if requests:
-                requests = [self._startable(request) for request in requests]
+                self._open |= {request.request_id: _OpenRequest(client) for request in requests}
                 self._clients.setdefault(client, _Client()).running.update(request.request_id for request in requests)
-                self._owners.update((request.request_id, client) for request in requests)
-                self._inbox.append((client, requests))
+                self._inbox.append((client, [self._startable(request) for request in requests]))
             self._aborted += aborted
             self._wake()
         self._engine.interrupt_poll()
@@ -104,7 +110,7 @@ class EngineServer:
             self._wake()
         self._engine.interrupt_poll()
         with self._changed:
-            self._changed.wait_for(lambda: not self._sent)
+            self._changed.wait_for(lambda: not self._is_serving)
             partial = [request for _, requests in self._inbox for request in requests if request.prior is not None]
         return HeldRequests(len(partial), sum(len(r.prompt_ids) + len(r.prior_ids) for r in partial))
 
@@ -121,7 +127,6 @@ class EngineServer:
         within the call.
 
         Args:
-            client: name of the caller.
             wait_s: seconds to wait for the first completion; without running requests the call returns at once.
 
         Raises:
@@ -157,21 +162,25 @@ class EngineServer:
 
     def _wake(self) -> None:
         """Tell all threads of a change; start the engine's thread if there is work."""
-        if self._thread is None and self._owners:
+        if self._thread is None and self._open:
             self._thread = threading.Thread(target=self._serve, name="engine", daemon=True)
             self._thread.start()
         self._changed.notify_all()
 
     @property
+    def _is_serving(self) -> bool:
+        return any(entry.sent for entry in self._open.values())
+
+    @property
     def _has_work(self) -> bool:
         """Whether the engine has requests, or may get some."""
-        return bool(self._sent or (self._owners and not self._paused))
+        return self._is_serving or bool(self._open and not self._paused)
 
     def _serve(self) -> None:
         """Body of the thread."""
         while True:
             with self._changed:
-                if not self._owners:
+                if not self._open:
                     self._aborted = []
                 if not self._changed.wait_for(lambda: self._has_work, IDLE_S):
                     self._thread = None
@@ -184,24 +193,20 @@ class EngineServer:
             count_memory()
 
     def _poll_once(self) -> None:
-        """Pass new requests to the engine, let it work, and hand out the completions."""
+        """Pass new requests to the engine, let it work, and hand out the completions.
+
+        Only this thread calls the engine meanwhile, and without the lock: clients may call at any time.
+        """
         with self._changed:
-            inbox: list[tuple[str, Sequence[Request]]] = []
-            if not self._paused:
-                inbox, self._inbox = self._inbox, []
-            self._sent |= {request.request_id: request for _, requests in inbox for request in requests}
-            if self._paused:
-                aborted = list(self._sent)
-            else:
-                aborted, self._aborted = self._aborted, []
-                self._cancelled.update(self._sent.keys() & aborted)
+            inbox, aborted = self._take_calls()
         ended: list[Completion] = []
-        failed, failure = [], None
+        failed: list[tuple[str, Iterable[str], Exception]] = []
         for client, requests in inbox:
             try:
                 ended += self._submit(requests)
             except Exception as error:
-                failed.append((client, requests, error))
+                failed.append((client, [request.request_id for request in requests], error))
+        failure: Exception | None = None
         try:
             self._engine.abort(aborted)
             ended += self._engine.poll(POLL_S)
@@ -209,8 +214,8 @@ class EngineServer:
             failure = error
         with self._changed:
             self._polls += 1
-            for client, requests, cause in failed:
-                self._fail(client, [request.request_id for request in requests], cause)
+            for batch in failed:
+                self._fail(*batch)
             for completion in ended:
                 self._hand_out(completion)
             if failure is not None:  # the engine has lost all requests that it had
@@ -218,6 +223,19 @@ class EngineServer:
                 for client, state in self._clients.items():
                     self._fail(client, state.running - waiting, failure)
             self._changed.notify_all()
+
+    def _take_calls(self) -> tuple[list[tuple[str, Sequence[Request]]], list[str]]:
+        """Take the new requests by client, and the ids to abort: in a pause all that the engine has."""
+        if self._paused:
+            return [], [name for name, entry in self._open.items() if entry.sent]
+        inbox, self._inbox = self._inbox, []
+        aborted, self._aborted = self._aborted, []
+        for request in (request for _, requests in inbox for request in requests):
+            self._open[request.request_id].sent = request
+        for name in aborted:
+            if name in self._open:
+                self._open[name].is_cancelled = True
+        return inbox, aborted
 
     def _submit(self, requests: Sequence[Request]) -> list[Completion]:
         """Submit requests to the engine, which may refuse some of them; return these refusals.
@@ -240,34 +258,29 @@ class EngineServer:
     def _hand_out(self, completion: Completion) -> None:
         """Give a completion to its client, or hold the request if a pause has interrupted it."""
         name = completion.request_id
-        request, client = self._sent.pop(name, None), self._owners.get(name, "")
-        if request is None or not client:  # the engine was used by someone else before
+        entry = self._open.get(name)
+        if entry is None or entry.sent is None:  # the engine was used by someone else before
             return
-        if completion.finish_reason == "abort" and name not in self._cancelled and not completion.refusal:
+        request, entry.sent = entry.sent, None
+        if completion.finish_reason == "abort" and not entry.is_cancelled and not completion.refusal:
             held = replace(request, prior=completion if completion.token_ids else None)
-            self._inbox.append((client, [self._startable(held)]))
+            self._inbox.append((entry.client, [self._startable(held)]))
             return
-        self._cancelled.discard(name)
-        del self._owners[name]
-        self._clients[client].running.discard(name)
-        self._clients[client].ended.append(replace(completion, discarded_tokens=self._discarded.pop(name, 0)))
+        del self._open[name]
+        self._clients[entry.client].running.discard(name)
+        self._clients[entry.client].ended.append(replace(completion, discarded_tokens=entry.discarded))
 
     def _startable(self, request: Request) -> Request:
         """Drop the prior tokens of a request that the engine cannot continue, and count them."""
         if request.prior is None or self._engine.can_continue(request.params):
             return request
-        discarded = self._discarded.get(request.request_id, 0) + len(request.prior_ids)
-        self._discarded[request.request_id] = discarded
+        self._open[request.request_id].discarded += len(request.prior_ids)
         return replace(request, prior=None)
 
     def _fail(self, client: str, names: Iterable[str], error: Exception) -> None:
         """End requests of a client with an error."""
-        lost = list(names)
-        if lost:
+        if lost := list(names):
             self._clients[client].running.difference_update(lost)
             self._clients[client].failure = error
             for name in lost:
-                self._owners.pop(name, None)
-                self._sent.pop(name, None)
-                self._discarded.pop(name, None)
-                self._cancelled.discard(name)
+                self._open.pop(name, None)

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Sequence
 from dataclasses import replace
 
 import torch
@@ -30,13 +29,10 @@ def engine_options(
     """Return the options of the engine ``rollout.name``.
 
     Args:
-        rollout: rollout section of the config.
         device: device of the replica's first rank.
         replica: number of the replica; selects its server if the config has ``urls``.
         pending_bytes: device bytes that training roles on the replica's GPUs have yet to allocate, from which SGLang's
             share of the free memory follows; None = no training role.
-        return_routes: see :class:`~megarl.rollout.interface.EngineOptions`; also for the next one.
-        eos_token_ids: tokens that end every sequence.
         nodes: nodes of the replica's ranks; None = one node.
 
     Raises:
@@ -56,16 +52,10 @@ def engine_options(
     sglang = rollout.engine_kwargs.sglang
     options = SGLangOptions(
         **vars(common),
-        mode=sglang.mode,
+        **{name: value for name, value in vars(sglang).items() if name not in ("urls", "api_key_env")},
         url=sglang.urls[replica] if sglang.urls else None,
         api_key=_server_key(sglang) if sglang.urls else None,
-        host=sglang.host,
-        deterministic=sglang.deterministic,
-        stop_strings=sglang.stop_strings,
-        start_timeout_s=sglang.start_timeout_s,
-        call_timeout_s=sglang.call_timeout_s,
         health_timeout_s=rollout.health.timeout_s,
-        server_args=sglang.server_args,
         nodes=nodes,
     )
     if not isinstance(rollout, TrainingRolloutConfig):
@@ -73,7 +63,10 @@ def engine_options(
     if pending_bytes is None or options.is_cpu or options.url is not None or FRACTION in sglang.server_args:
         return options
     fraction = fraction_beside_training(
-        _free_memory([options.device_of(rank) for rank in range(options.local_ranks)]),
+        [
+            FreeMemory(*torch.cuda.mem_get_info(torch.device(options.device_of(rank))))
+            for rank in range(options.local_ranks)
+        ],
         pending_bytes,
         keeps_memory=not rollout.free_cache_engine,
     )
@@ -88,7 +81,6 @@ def context_tokens(rollout: RolloutConfig, model: ModelConfig) -> int:
 
 
 def _server_key(sglang: SGLangConfig) -> str:
-    """Read the API key of running servers from the environment."""
     value = os.environ.get(sglang.api_key_env or "", "")
     if not value:
         raise ConfigError(
@@ -97,7 +89,3 @@ def _server_key(sglang: SGLangConfig) -> str:
             code="sglang.api-key-unset",
         )
     return value
-
-
-def _free_memory(devices: Sequence[str]) -> list[FreeMemory]:
-    return [FreeMemory(*torch.cuda.mem_get_info(torch.device(device))) for device in devices]

@@ -353,7 +353,7 @@ class ActorWorker(PolicyWorker):
         peers = PeerTransports.for_sender(
             routes, self.rank, destination_ranks(plan.sent_by(self.rank)), device, address
         )
-        self._sender = BucketSender(plan, self.rank, self.engine.named_local_params, peers, sent, device)
+        self._sender = BucketSender(plan, self.rank, self.engine.weights.named, peers, sent, device)
         self._sent_as = sent, plan.float32_params
 
     @verb(Dispatch.ALL, phase="update_weights")
@@ -375,7 +375,7 @@ class ActorWorker(PolicyWorker):
     def weight_shares(self) -> dict[str, PartialChecksum]:
         """Compute checksums of this rank's part of every Hugging Face tensor; each element counts once."""
         params = self.engine.weight_map.export_params(self.settings.layout, self.rank)
-        return partial_checksums(params, self.engine.named_local_params(), *self._sent_as, convert=True)
+        return partial_checksums(params, self.engine.weights.named(), *self._sent_as, convert=True)
 
     @verb(Dispatch.ALL, phase="update_weights")
     def close_transfer(self, completed: bool) -> TransferUsage:

@@ -7,6 +7,7 @@ from pathlib import Path
 import httpx
 import numpy as np
 import pytest
+from support.engine_replica import EngineReplica
 from support.expected_errors import raises
 from support.task_configs import arithmetic, train_config  # noqa: F401
 
@@ -15,7 +16,6 @@ from megarl.agents.types import ConversationGroup, PlannedSample
 from megarl.base.errors import RewardError
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rollout import EngineOptions, SamplingParams, create_engine
-from megarl.rollout.router import EngineReplica
 
 LOOPS = Path(__file__).with_name("unruly_loops.py")
 UNRULY = {

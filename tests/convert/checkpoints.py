@@ -62,7 +62,7 @@ def save_role(place: Place, model: str, folder: str, layout: ParallelLayout, val
     engine = _engine(place, model, layout, value_head)
     try:
         engine.load_hf(model)
-        head = engine.named_local_params().get("output_layer.weight")
+        head = engine.weights.named().get("output_layer.weight")
         if value_head and head is not None and not head.any():
             with torch.no_grad():
                 head.copy_(torch.linspace(-1, 1, head.numel()).view(head.shape))
@@ -75,12 +75,12 @@ def load_role(place: Place, model: str, folder: str, layout: ParallelLayout) -> 
     """Load a checkpoint into a training engine filled with NaN, and return its parameters."""
     engine = _engine(place, model, layout, False, OptimizerOptions(lr=1e-3, total_steps=5))
     try:
-        local: Any = engine.named_local_params()
+        local: Any = engine.weights.named()
         with torch.no_grad():
             for param in local.values():
                 param.fill_(float("nan"))
         load_sharded(engine, folder, ["model"])
-        return {name: param.detach().clone() for name, param in engine.named_local_params().items()}
+        return {name: param.detach().clone() for name, param in engine.weights.named().items()}
     finally:
         shutdown_runtime()
 

@@ -137,7 +137,7 @@ def train(place: Place, path: Path, setup: Setup, batches: list[list[Row]]) -> T
             named = built.weights.parameters()
             grads = {name: param.main_grad.clone() for name, param in named.items()}
             steps.append(built.optimizer_step())
-        return Training(metrics, steps, grads, built.weights_to_host())
+        return Training(metrics, steps, grads, built.weights.to_host())
 
 
 def assemble(path: Path, setup: Setup, local: list[dict[str, Tensor]]) -> dict[str, Tensor]:

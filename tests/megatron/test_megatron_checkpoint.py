@@ -30,7 +30,7 @@ from megarl.megatron import (
     init_runtime,
     shutdown_runtime,
 )
-from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded, saved_items
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded, saved_items
 from megarl.megatron.checkpoint.storage import tensor_shapes
 from megarl.megatron.engine.optimizer import state_shards
 from megarl.megatron.runtime import cuda_on_cpu
@@ -87,7 +87,7 @@ def build(place: Place, layout: ParallelLayout, options: dict[str, Any], seed: i
         ),
     )
     with torch.no_grad():
-        for param in engine.named_local_params().values():
+        for param in engine.weights.named().values():
             param.fill_(float("nan"))  # whatever is not loaded shows
     return engine
 
@@ -98,7 +98,7 @@ def fill(engine: MegatronEngine) -> None:
     for number, (name, shape) in enumerate(sorted(engine.weight_map.hf_shapes().items())):
         values = torch.randn(shape, generator=torch.Generator().manual_seed(number)) * 0.1
         full[name] = values + 1 if name.endswith("norm.weight") else values
-    local = engine.named_local_params()
+    local = engine.weights.named()
     with torch.no_grad():
         for param in engine.weight_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
             local[param.name].zero_()
@@ -107,7 +107,7 @@ def fill(engine: MegatronEngine) -> None:
                 stop = [at + size for at, size in zip(piece.at, piece.shape, strict=True)]
                 local[param.name][tuple(map(slice, piece.at, stop))] = source.to(local[param.name].dtype)
     if engine.optimizer is not None:
-        engine.optimizer.weights_changed()
+        engine.weights_changed()
 
 
 def step(engine: MegatronEngine, number: int) -> tuple[str, ...]:
@@ -146,7 +146,7 @@ def rank_state(engine: MegatronEngine, numbers: range) -> dict[str, Any]:
     draws = [random.random(), np.random.rand(), torch.rand(1).item(), random.gauss(0, 1), np.random.randn()]
     with cuda_on_cpu.active(), get_cuda_rng_tracker().fork():
         draws.append(torch.rand(1).item())
-    before = {name: param.clone() for name, param in engine.named_local_params().items()}
+    before = {name: param.clone() for name, param in engine.weights.named().items()}
     steps = [step(engine, number) for number in numbers]
     assert engine.optimizer is not None
     shards = state_shards(engine.optimizer, engine.weights.parameters())
@@ -156,8 +156,8 @@ def rank_state(engine: MegatronEngine, numbers: range) -> dict[str, Any]:
         "draws": draws,
         "steps": steps,
         "before": before,
-        "weights": {name: param.clone() for name, param in engine.named_local_params().items()},
-        "digest": digest(engine.named_local_params()),
+        "weights": {name: param.clone() for name, param in engine.weights.named().items()},
+        "digest": digest(engine.weights.named()),
         "adam": digest({f"{n}/{kind}": t for n, shard in shards.items() for kind, t in shard.tensors.items()}),
         "counts": sorted({float(state["step"]) for state in states}),
         "shared": len(states) - len({state["step"].data_ptr() for state in states}),
@@ -166,7 +166,7 @@ def rank_state(engine: MegatronEngine, numbers: range) -> dict[str, Any]:
 
 
 def padding(engine: MegatronEngine, shards: dict[str, Any]) -> Iterator[torch.Tensor]:
-    local = engine.named_local_params()
+    local = engine.weights.named()
     for param in engine.weight_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
         real = max((piece.at[0] + piece.shape[0] for piece in param.pieces), default=0)
         yield local[param.name][real:]
@@ -182,7 +182,7 @@ def train_and_save(place: Place, layout: ParallelLayout, folder: str, options: d
         random.seed(place.rank), np.random.seed(place.rank + 10), random.gauss(0, 1), np.random.randn()
         for number in range(2):
             step(engine, number)
-        save_sharded(engine, folder)
+        begin_save(engine, folder).finish()
         return rank_state(engine, range(2, 4))
     finally:
         shutdown_runtime()
@@ -202,7 +202,7 @@ def load_forward_only(place: Place, layout: ParallelLayout, folder: str) -> dict
     try:
         engine = build(place, layout, {"optimizer": False})
         load_sharded(engine, folder)
-        return {name: param.clone() for name, param in engine.named_local_params().items()}
+        return {name: param.clone() for name, param in engine.weights.named().items()}
     finally:
         shutdown_runtime()
 
@@ -228,10 +228,10 @@ def failing_save(place: Place, layout: ParallelLayout, folder: str, how: str) ->
             with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
                 if place.rank == layout.world_size - 1 - number:
                     break_writing(patch, how)
-                save_sharded(engine, f"{folder}/{number}")
+                begin_save(engine, f"{folder}/{number}").finish()
             messages.append(str(caught.value))
         step(engine, 0)
-        save_sharded(engine, f"{folder}/fine")
+        begin_save(engine, f"{folder}/fine").finish()
         return messages
     finally:
         shutdown_runtime()
@@ -569,7 +569,7 @@ def save_without_a_block(place: Place, layout: ParallelLayout, folder: str) -> s
         engine = build(place, layout, {})
         with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
             patch.setattr("megarl.megatron.checkpoint.sharded.saved_items", incomplete)
-            save_sharded(engine, folder)
+            begin_save(engine, folder).finish()
         return str(caught.value)
     finally:
         shutdown_runtime()
@@ -584,7 +584,7 @@ def save_into(place: Place, folder: str) -> str:
     try:
         engine = build(place, ParallelLayout(), {})
         with pytest.raises(CheckpointError) as caught:
-            save_sharded(engine, folder)
+            begin_save(engine, folder).finish()
         return str(caught.value)
     finally:
         shutdown_runtime()

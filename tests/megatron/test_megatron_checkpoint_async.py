@@ -18,7 +18,7 @@ from megarl.base.files import read_entry
 from megarl.megatron import MegatronEngine, shutdown_runtime
 from megarl.megatron.checkpoint.pending_save import HostSnapshot
 from megarl.megatron.checkpoint.role_state import read_state
-from megarl.megatron.checkpoint.sharded import begin_save, load_sharded, save_sharded
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.checkpoint.storage import Item, ItemWriter, TensorBlock
 from megarl.megatron.runtime.host_memory import TensorMemory
 from megarl.models import ParallelLayout
@@ -44,13 +44,13 @@ def train_while_saving(place: Place, layout: ParallelLayout, folder: str) -> dic
     try:
         engine = build(place, layout, {})
         fill(engine)
-        snapshot, may_write = HostSnapshot(torch.device("cpu"), 2**16), threading.Event()
+        snapshot, may_write = HostSnapshot(torch.device("cpu")), threading.Event()
         with pytest.MonkeyPatch.context() as patch:
             real = ItemWriter.write
             patch.setattr(ItemWriter, "write", lambda writer: (may_write.wait(300), real(writer))[1])
             step(engine, 0)
             first = begin_save(engine, f"{folder}/1", snapshot=snapshot)
-            size = snapshot.nbytes
+            size = snapshot._buffer.nbytes
             step(engine, 1)
             assert not first.is_written
             may_write.set()
@@ -61,7 +61,7 @@ def train_while_saving(place: Place, layout: ParallelLayout, folder: str) -> dic
             assert not second.is_written
             may_write.set()
             written = second.finish()
-        assert snapshot.nbytes == size > 0 and second.is_written
+        assert snapshot._buffer.nbytes == size > 0 and second.is_written
         return {**reports, "entries": written.entries, "seconds": written.seconds}
     finally:
         shutdown_runtime()
@@ -93,13 +93,13 @@ def save_parts(place: Place, folder: str, source: str) -> dict[str, torch.Tensor
         engine = build(place, TP2, {})
         fill(engine)
         step(engine, 0)
-        save_sharded(engine, f"{folder}/model", ["model"])
+        begin_save(engine, f"{folder}/model", ["model"]).finish()
         entries = begin_save(engine, f"{folder}/both", ["model", "hf_model"], copy_from=source).finish().entries
-        save_sharded(engine, f"{folder}/export", ["hf_model"])
+        begin_save(engine, f"{folder}/export", ["hf_model"]).finish()
         for name, entry in entries.items():
             assert read_entry(Path(folder) / "both" / name) == entry, name
         assert ("huggingface/model.safetensors" in entries) == (place.rank == 0)
-        return {name: param.clone() for name, param in engine.named_local_params().items()}
+        return {name: param.clone() for name, param in engine.weights.named().items()}
     finally:
         shutdown_runtime()
 
@@ -113,18 +113,18 @@ def load_parts(place: Place, folder: str, contents: list[str]) -> Any:
         except CheckpointError as error:
             return str(error)
         assert engine.optimizer is not None
-        weights = {name: param.clone() for name, param in engine.named_local_params().items()}
-        return engine.optimizer.steps, engine.learning_rate, weights, first_step_is_adams(engine)
+        weights = {name: param.clone() for name, param in engine.weights.named().items()}
+        return engine.optimizer.steps, engine.optimizer.next_lr, weights, first_step_is_adams(engine)
     finally:
         shutdown_runtime()
 
 
 def first_step_is_adams(engine: MegatronEngine) -> bool:
     """Whether a step has the size of Adam's first one, about the learning rate, so that no moment was kept."""
-    before = {name: param.clone() for name, param in engine.named_local_params().items()}
-    lr = engine.learning_rate
+    before = {name: param.clone() for name, param in engine.weights.named().items()}
+    lr = engine.optimizer.next_lr
     step(engine, 5)
-    moved = max((param - before[name]).abs().max().item() for name, param in engine.named_local_params().items())
+    moved = max((param - before[name]).abs().max().item() for name, param in engine.weights.named().items())
     return moved < 1.5 * lr or lr == 0
 
 
@@ -139,7 +139,7 @@ def export_on_a_full_disk(place: Place, folder: str) -> list[str]:
         ):
             with pytest.MonkeyPatch.context() as patch, pytest.raises(CheckpointError) as caught:
                 patch.setattr(target, refuse)
-                save_sharded(engine, f"{folder}/{number}", ["model", "hf_model"])
+                begin_save(engine, f"{folder}/{number}", ["model", "hf_model"]).finish()
             messages.append(str(caught.value))
         return messages
     finally:
@@ -208,17 +208,18 @@ def test_failed_export_raises_on_every_rank(pool: ProcessPool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 100, 2**20])
-def test_snapshots_keep_values_and_memory(chunk_bytes: int) -> None:
-    snapshot = HostSnapshot(torch.device("cpu"), chunk_bytes)
+def test_snapshots_keep_values_and_memory(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", chunk_bytes)
+    snapshot = HostSnapshot(torch.device("cpu"))
     tensors = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(0), torch.randn(2, 2, dtype=torch.float64)]
     for tensor in tensors * 2:
         items = [weight_item(t) for t in tensors]
         copies = snapshot.take(items)
-        held = snapshot.nbytes
+        held = snapshot._buffer.nbytes
         expected = [t.clone() for t in tensors]
         tensor.zero_() if tensor.numel() else None
         assert all(torch.equal(copy.data, was) for copy, was in zip(copies, expected, strict=True))
-        assert snapshot.nbytes == held
+        assert snapshot._buffer.nbytes == held
 
 
 def weight_item(tensor: torch.Tensor) -> Item:
@@ -228,12 +229,13 @@ def weight_item(tensor: torch.Tensor) -> Item:
     )
 
 
-def test_snapshot_of_items_larger_than_a_chunk_wastes_less_than_a_chunk() -> None:
+def test_snapshot_of_items_larger_than_a_chunk_wastes_less_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
     """A page-locked allocation is rounded up to a power of two: 2.2 GB in one piece would take 4 GB."""
-    snapshot = HostSnapshot(torch.device("cpu"), 1024)
+    monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1024)
+    snapshot = HostSnapshot(torch.device("cpu"))
     tensors = [torch.randn(5, 77), torch.randn(3), torch.randn(999)]
     copies = snapshot.take([weight_item(tensor) for tensor in tensors])
     total = sum(tensor.nbytes for tensor in tensors)
-    assert total <= snapshot.nbytes < total + 1024 + 16 * len(tensors)
+    assert total <= snapshot._buffer.nbytes < total + 1024 + 16 * len(tensors)
     assert all(piece.untyped_storage().nbytes() == 1024 for copy in copies for piece in copy.memory.pieces)
     assert all(torch.equal(copy.data, tensor) for copy, tensor in zip(copies, tensors, strict=True))

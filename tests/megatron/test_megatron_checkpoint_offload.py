@@ -5,7 +5,6 @@ from __future__ import annotations
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +14,9 @@ from support.distributed import Place, ProcessPool
 
 from megarl.megatron import MegatronEngine, shutdown_runtime
 from megarl.megatron.checkpoint.pending_save import HostSnapshot
-from megarl.megatron.checkpoint.sharded import begin_save, load_sharded, save_sharded
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.checkpoint.storage import ItemWriter
-from megarl.megatron.engine.offload import OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
+from megarl.megatron.engine.offload import OPTIMIZER, PARAM, PARTS, Offloader
 from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.models import ParallelLayout
 from tests.megatron.test_megatron_checkpoint import (
@@ -50,9 +49,7 @@ def recorded(cls: type, name: str) -> Iterator[list[Any]]:
 def offloading_engine(place: Place, layout: ParallelLayout, dtype: str, parts: tuple[str, ...]) -> Iterator[Any]:
     """An engine whose offloaded tensors are spread over many chunks of host memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "megarl.megatron.engine.megatron_engine.OffloadManager", partial(OffloadManager, chunk_bytes=1008)
-        )
+        patch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1008)
         try:
             yield build(place, layout, {"dtype": dtype, "offload": parts})
         finally:
@@ -67,10 +64,10 @@ def save_both(place: Place, layout: ParallelLayout, dtype: str, folder: str) -> 
             step(engine, number)
             engine.offload()
         engine.offload_manager.onload(*PARTS)
-        save_sharded(engine, f"{folder}/resident", ["model", "optimizer", "extra", "hf_model"])
+        begin_save(engine, f"{folder}/resident", ["model", "optimizer", "extra", "hf_model"]).finish()
         engine.offload()
         with recorded(Offloader, "onload") as onloads:
-            save_sharded(engine, f"{folder}/offloaded", ["model", "optimizer", "extra", "hf_model"])
+            begin_save(engine, f"{folder}/offloaded", ["model", "optimizer", "extra", "hf_model"]).finish()
             snapshot = HostSnapshot(CPU)
             begin_save(engine, f"{folder}/background", snapshot=snapshot).finish()
         assert engine.offload_manager.offloaded == PARTS and not onloads
@@ -84,7 +81,7 @@ def save_before_the_first_step(place: Place, folder: str) -> dict[str, Any]:
         fill(engine)
         engine.offload()
         with recorded(Offloader, "onload") as onloads:
-            save_sharded(engine, folder)
+            begin_save(engine, folder).finish()
         assert not onloads and device_bytes(engine) == 0
         return rank_state(engine, range(4))
 
@@ -159,7 +156,7 @@ def save_weights_only(place: Place, folder: str) -> tuple[str, ...]:
         fill(engine)
         step(engine, 0)
         engine.offload()
-        save_sharded(engine, folder, ["model"])
+        begin_save(engine, folder, ["model"]).finish()
         return engine.offload_manager.offloaded
 
 
@@ -176,11 +173,11 @@ def copies_of_clean_weights(place: Place) -> list[int]:
                 writes.clear()
 
             end_phase()  # the first: weights and main weights
-            engine.named_local_params()
+            engine.weights.named()
             end_phase()  # a weight sync
             step(engine, 0)
             end_phase()
-            engine.named_local_params()
+            engine.weights.named()
             end_phase()
             with torch.no_grad():
                 next(iter(engine.weights.parameters().values())).add_(1.0)

@@ -69,7 +69,7 @@ def run(place: Place, path: Path, setup: Setup) -> Run:
             metrics.append(built.forward_backward(mine, value_loss if setup.value_head else policy_loss, options))
             grads.append({name: param.main_grad.clone() for name, param in built.weights.parameters().items()})
             steps.append(built.optimizer_step())
-        return Run(outputs, sum(computed), metrics, steps, grads, built.weights_to_host())
+        return Run(outputs, sum(computed), metrics, steps, grads, built.weights.to_host())
 
 
 class Reference(NamedTuple):

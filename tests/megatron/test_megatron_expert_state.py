@@ -18,7 +18,7 @@ from tiny_models import TEMPERATURE, model_config, rows, save_model
 from torch import Tensor
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions
-from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.models import ParallelLayout
 
 # Two replicas of each expert, whose optimizer state is divided over them; four ranks divide that of the rest.
@@ -42,14 +42,14 @@ def train(
     with engine(place, path, setup) as built:
         if load is not None:
             with torch.no_grad():
-                for param in built.named_local_params().values():
+                for param in built.weights.named().values():
                     param.fill_(torch.nan)  # whatever is not loaded shows
             load_sharded(built, load)
         take_steps(built, setup, seeds[:-1])
         if save is not None:
-            save_sharded(built, save)
+            begin_save(built, save).finish()
         take_steps(built, setup, seeds[-1:])
-        return built.weights_to_host()
+        return built.weights.to_host()
 
 
 @pytest.fixture(scope="module")

@@ -15,7 +15,9 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
+from family_cases import MODELS
 from support.distributed import Place, ProcessPool
+from tiny_models import model_config
 from torch import Tensor
 
 from megarl.megatron import init_runtime, shutdown_runtime
@@ -25,12 +27,13 @@ from megarl.megatron.layers.torch_layers import PackedAttention, PackedSequences
 from megarl.megatron.runtime import versions
 from megarl.models import ParallelLayout
 
+DELTA_NETS = MODELS["qwen3_next_dense"]
 RUNS = ((3, 4), (1, 5))
 ENDS = torch.tensor([0, 4, 8, 12, 17], dtype=torch.int32)
 
 
 def test_cpu_uses_torch_kernels() -> None:
-    chosen = kernels.kernels(torch.device("cpu"), torch.bfloat16, trains=False)
+    chosen = kernels.kernels(model_config("llama"), torch.device("cpu"), torch.bfloat16, trains=False)
     assert chosen == ("torch", "torch's, length by length", "", "", "")
     assert chosen.describe().startswith("layers: torch, attention: torch's, length by length, Megatron-Core 0.")
 
@@ -40,7 +43,7 @@ def test_cpu_uses_torch_kernels() -> None:
 )
 def test_kernel_of_the_experts_is_described(monkeypatch: pytest.MonkeyPatch, usable: bool, experts: str) -> None:
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
-    chosen = kernels.kernels(torch.device("cuda"), torch.bfloat16, trains=True, has_experts=True)
+    chosen = kernels.kernels(model_config("mixtral"), torch.device("cuda"), torch.bfloat16, trains=True)
     assert chosen.experts == experts and f", experts: {experts}, Adam: torch's, Megatron-Core" in chosen.describe()
 
 
@@ -57,8 +60,9 @@ def test_gpu_uses_the_best_usable_kernels(
     monkeypatch: pytest.MonkeyPatch, usable: bool, dtype: torch.dtype, expected: tuple[str, str]
 ) -> None:
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
-    assert kernels.kernels(torch.device("cuda"), dtype, trains=False)[:2] == expected
-    layers, attention = kernels.kernels(torch.device("cuda"), dtype, trains=False, has_windows=True)[:2]
+    assert kernels.kernels(model_config("llama"), torch.device("cuda"), dtype, trains=False)[:2] == expected
+    windows = model_config(**MODELS["olmo3"])
+    layers, attention = kernels.kernels(windows, torch.device("cuda"), dtype, trains=False)[:2]
     assert layers == expected[0] and attention.startswith("torch's")
 
 
@@ -69,19 +73,16 @@ def kernel_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
     (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("chunk_gated_delta_rule = print\n", encoding="utf-8")
     (tmp_path / "causal_conv1d.py").write_text("causal_conv1d_fn = print\n", encoding="utf-8")
     monkeypatch.syspath_prepend(tmp_path)
-    detected = (kernels.fla_delta_rule, kernels.packed_convolution)
-    for detect in detected:
-        detect.cache_clear()
+    kernels.installed_kernel.cache_clear()
     yield
-    for detect in detected:
-        detect.cache_clear()
+    kernels.installed_kernel.cache_clear()
     for name in [name for name in sys.modules if name.split(".")[0] in ("fla", "causal_conv1d")]:
         del sys.modules[name]
 
 
 def test_gated_delta_nets_use_torch_without_the_packages() -> None:
     for device in ("cpu", "cuda"):
-        chosen = kernels.kernels(torch.device(device), torch.bfloat16, trains=False, has_delta_nets=True)
+        chosen = kernels.kernels(model_config(**DELTA_NETS), torch.device(device), torch.bfloat16, trains=False)
         assert chosen.delta_nets == "torch's, in chunks"
         assert ", gated delta nets: torch's, in chunks, Megatron-Core" in chosen.describe()
 
@@ -97,7 +98,8 @@ def test_gated_delta_nets_use_torch_without_the_packages() -> None:
 def test_gated_delta_nets_use_the_packages_on_a_gpu(
     kernel_packages: None, device: str, dtype: torch.dtype, expected: str
 ) -> None:
-    assert kernels.kernels(torch.device(device), dtype, trains=False, has_delta_nets=True).delta_nets == expected
+    chosen = kernels.kernels(model_config(**DELTA_NETS), torch.device(device), dtype, trains=False)
+    assert chosen.delta_nets == expected
 
 
 BROKEN = """
@@ -114,7 +116,7 @@ from megarl.megatron.runtime import transformer_engine
 from megarl.megatron.runtime.process_groups import init_runtime
 assert importlib.util.find_spec("transformer_engine") is None, "Megatron would find the broken package"
 assert not [name for name in sys.modules if name.startswith("transformer_engine.")]
-print(kernels.kernels(torch.device("cuda"), torch.bfloat16, trains=False).layers)
+print(kernels.uses_transformer_engine(torch.device("cuda"), torch.bfloat16))
 print(transformer_engine.transformer_engine_error())
 """
 
@@ -133,7 +135,7 @@ def test_broken_transformer_engine_is_replaced_and_its_error_logged(tmp_path: Pa
     )
     assert done.returncode == 0, done.stderr
     message = error.partition("(")[0] + ": " + error.split("'")[1]
-    assert done.stdout.splitlines() == ["torch", message]
+    assert done.stdout.splitlines() == ["False", message]
     assert f"WARNING Transformer Engine is installed but cannot be imported, torch's layers replace it: {message}" in (
         done.stderr.splitlines()
     )
@@ -230,21 +232,17 @@ def test_packed_kernel_equals_one_call_per_length(monkeypatch: pytest.MonkeyPatc
 
 
 @pytest.mark.parametrize(
-    ("dims", "attention"),
-    [
-        ((128, 128), "torch's varlen_attn"),
-        ((192, 128), "torch's, length by length"),
-        ((320, 320), "torch's, length by length"),
-    ],
-    ids=str,
+    ("nope", "value_dim", "attention"),
+    [(8, 16, "torch's varlen_attn"), (8, 8, "torch's, length by length"), (312, 320, "torch's, length by length")],
 )
 def test_attention_is_described_by_the_widths_of_its_heads(
-    monkeypatch: pytest.MonkeyPatch, dims: tuple[int, int], attention: str
+    monkeypatch: pytest.MonkeyPatch, nope: int, value_dim: int, attention: str
 ) -> None:
-    """Latent attention has wider keys than values, which torch's packed kernel does not accept."""
+    """Latent attention may have wider keys than values, which torch's packed kernel does not accept."""
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
-    chosen = kernels.kernels(torch.device("cuda"), torch.bfloat16, trains=False, head_dims=dims)
-    assert chosen.attention == attention
+    sizes = {"qk_nope_head_dim": nope, "qk_rope_head_dim": 8, "v_head_dim": value_dim}
+    model = model_config(**MODELS["deepseek_v3"] | sizes)
+    assert kernels.kernels(model, torch.device("cuda"), torch.bfloat16, trains=False).attention == attention
 
 
 def test_import_of_packed_attention_imports_what_its_first_call_needs() -> None:

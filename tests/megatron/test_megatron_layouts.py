@@ -80,9 +80,9 @@ def run(place: Place, path: Path, setup: Setup, batches: list[list[Row]]) -> Run
             grads = {name: param.main_grad.clone() for name, param in built.weights.parameters().items()}
             steps.append(built.optimizer_step())
         # Whichever reads the weights first has to wait until the last step's changes are gathered.
-        weights = built.weights_to_host() if setup.layout.pp > 1 else None
+        weights = built.weights.to_host() if setup.layout.pp > 1 else None
         after = outputs()
-        return Run(before, metrics, steps, grads, weights or built.weights_to_host(), after)
+        return Run(before, metrics, steps, grads, weights or built.weights.to_host(), after)
 
 
 @pytest.fixture(scope="module")

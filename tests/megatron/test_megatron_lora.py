@@ -17,7 +17,7 @@ from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
 from torch import Tensor
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, RecomputeOptions
-from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.layers.lora import initial_a
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
@@ -162,7 +162,7 @@ def set_values(built: MegatronEngine, values: dict[str, Tensor], skip: Container
             target = tuple(slice(at, at + n) for at, n in zip(piece.at, piece.shape, strict=True))
             source = tuple(slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True))
             params[local.name].data[target] = values[piece.hf_name][source]
-    built.optimizer.weights_changed()
+    built.weights_changed()
 
 
 def adapted_step(place: Place, path: Path, setup: Setup, batch: list[Row], folder: Path) -> Answer:
@@ -180,7 +180,7 @@ def adapted_step(place: Place, path: Path, setup: Setup, batch: list[Row], folde
         buffered = sum(buffer.grad_data.numel() for chunk in built.chunks for buffer in chunk.buffers)
         answer = Answer(pieces(built, grads), buffered, loss, norm, start, off, trained, pieces(built, weights))
         built.export_hf(folder / "merged")
-        save_sharded(built, folder / "checkpoint")
+        begin_save(built, folder / "checkpoint").finish()
         return answer
 
 

@@ -6,7 +6,6 @@ import gc
 import os
 from collections.abc import Iterator
 from contextlib import contextmanager
-from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -22,18 +21,18 @@ from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, Ste
 from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
 from megarl.megatron.engine.optimizer import state_shards
 from megarl.megatron.engine.options import OverlapOptions
-from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.models import ParallelLayout
 
 CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 64, 2**20])
-def test_offload_and_onload_restore_every_byte_in_place(chunk_bytes: int) -> None:
+def test_offload_and_onload_restore_every_byte_in_place(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+    monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", chunk_bytes)
     base = torch.randn(11)
     view, half, alone = base[3:8].view(5, 1), torch.randn(5).bfloat16(), torch.randn(3, requires_grad=True)
     before = [tensor.detach().clone() for tensor in (base, half, alone)]
-    offloader = Offloader(lambda: [view, half, base, alone], CPU, chunk_bytes=chunk_bytes)
+    offloader = Offloader(lambda: [view, half, base, alone], CPU)
     for _ in range(2):
         assert offloader.offload() == offloader.offload() == 44 + 10 + 12  # a storage that two share counts once
         assert offloader.is_offloaded and not any(tensor.untyped_storage().nbytes() for tensor in (base, half, alone))
@@ -76,9 +75,7 @@ def test_inference_model_offloads_weights_only() -> None:
 def small_chunks() -> Iterator[None]:
     """Chunks so small that every storage is spread over several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(
-            "megarl.megatron.engine.megatron_engine.OffloadManager", partial(OffloadManager, chunk_bytes=1000)
-        )
+        patch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1000)
         yield
 
 
@@ -97,7 +94,7 @@ def steps(place: Place, path: Path, setup: Setup, parts: tuple[str, ...]) -> tup
             results.append(built.optimizer_step())
         freed = built.offload_manager.offload()
         assert built.optimizer is not None
-        weights = built.weights_to_host()
+        weights = built.weights.to_host()
         check_bytes(built, freed, weights)
         built.offload_manager.onload(*PARTS)
         shards = state_shards(built.optimizer, built.weights.parameters())
@@ -165,38 +162,3 @@ def test_offload_keeps_training_bit_exact(
         pool.run(threads_left, layout.world_size), before, strict=True
     ):
         assert engines <= engines_then + 1 and threads < threads_then + 100
-
-
-def host_memory_of_the_optimizer(place: Place, path: Path, setup: Setup) -> tuple[int, int, int]:
-    """Allocated after the first offload; needed by the one after the first step; allocated then."""
-    with small_chunks(), engine(place, path, setup) as built:
-        mine = micro_batches(rows(), setup, built.runtime.coordinate.dp, setup.layout.dp)
-        built.offload_manager.offload()
-        host = built.offload_manager._offloaders[OPTIMIZER].host
-        host.reserve(0)  # waits for the thread
-        early = host.nbytes
-        built.forward_backward(mine, policy_loss, OutputOptions(with_entropy=True))
-        built.optimizer_step()
-        return early, built.offload_manager.offload()[OPTIMIZER], host.nbytes
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-@pytest.mark.parametrize("distributed", [True, False])
-def test_host_memory_of_the_moments_is_allocated_before_the_first_step(
-    pool: ProcessPool, tmp_path: Path, dtype: torch.dtype, distributed: bool
-) -> None:
-    """Page-locking 100 GB takes half a minute, which passes during the first rollout."""
-    save_model(tmp_path, "llama")
-    adam = OptimizerOptions(lr=1e-2, use_distributed_optimizer=distributed)
-    setup = Setup(ParallelLayout(dp=2), dtype=dtype, optimizer=adam, offload=PARTS)
-    for early, needed, later in pool.run(host_memory_of_the_optimizer, 2, tmp_path, setup):
-        assert needed <= early == later < 1.1 * needed
-
-
-def test_failed_reservation_is_raised_where_the_memory_is_needed() -> None:
-    host = HostBuffer(CPU, chunk_bytes=2**50)
-    host.reserve_in_background(1)
-    host.reserve(0)
-    assert host.nbytes == 0
-    with pytest.raises(RuntimeError, match="allocate"):
-        host.reserve(1)

@@ -111,12 +111,12 @@ def steps_with_a_fault(place: Place, path: Path, setup: Setup, fault: str, param
             built.forward_backward(mine, faulty if in_loss else policy_loss, OutputOptions(with_entropy=True))
             if step == 1 and fault == "parameter" and place.rank == place.world_size - 1:
                 built.weights.parameters()[param].main_grad.view(-1)[-1] = torch.nan
-            before = built.weights_to_host()
+            before = built.weights.to_host()
             results.append(built.optimizer_step())
             if results[-1].skipped:
                 report = built.explain_skip(lambda number, row: f"{where.dp}/{number}/{row}")
-            changed.append(any((before[name] != now).any() for name, now in built.named_local_params().items()))
-        return Faulty(results, changed, built.learning_rate, report)
+            changed.append(any((before[name] != now).any() for name, now in built.weights.named().items()))
+        return Faulty(results, changed, built.optimizer.next_lr, report)
 
 
 EXPERT = "decoder.layers.1.mlp.experts.local_experts.3.linear_fc1.weight"
@@ -179,7 +179,7 @@ def adam_steps(place: Place, path: Path, setup: Setup, fused: bool) -> dict[str,
         moments = {f"{name}/{kind}": t.clone() for name, shard in shards.items() for kind, t in shard.tensors.items()}
         groups = [group for inner in built.optimizer.inner_optimizers() for group in inner.param_groups]
         assert {group["fused"] for group in groups} == {True if fused else None}
-        return built.weights_to_host() | moments
+        return built.weights.to_host() | moments
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

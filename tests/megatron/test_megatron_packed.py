@@ -33,7 +33,7 @@ def test_predictors_point_at_the_token_before_each_response_token(lengths: list[
     assert packed.tokens[packed.read_at].tolist() == expected_before
     assert packed.targets.tolist() == expected_targets
     assert packed.num_tokens == sum(p + r for p, r in lengths)
-    assert packed.num_response_tokens == len(expected_targets)
+    assert len(packed.targets) == len(expected_targets)
     for part, (_, response) in zip(packed.split(packed.targets), rows, strict=True):
         assert part.tolist() == response.tolist()
 

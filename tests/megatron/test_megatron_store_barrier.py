@@ -13,7 +13,7 @@ from support.expected_errors import raises
 
 from megarl.base.errors import CheckpointError
 from megarl.megatron import shutdown_runtime
-from megarl.megatron.checkpoint.sharded import load_sharded, save_sharded
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.checkpoint.storage import ItemWriter, _Reader
 from megarl.megatron.runtime.store_barrier import StoreBarrier
 from megarl.models import ParallelLayout
@@ -44,7 +44,7 @@ def save_and_load(place: Place, folder: str, case: str) -> int:
         with pytest.MonkeyPatch.context() as patch:
             if place.rank == slow_rank:
                 patch.setattr(cls, name, slow)
-            save_sharded(engine, folder, ["model", "hf_model"])
+            begin_save(engine, folder, ["model", "hf_model"]).finish()
             load_sharded(engine, folder, ["model"])
         return len(calls)
     finally:
@@ -93,10 +93,11 @@ def test_failed_export_is_raised_on_the_ranks_that_wait_for_rank_0(pool: Process
 def test_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
     store = dist.HashStore()
     monkeypatch.setattr("megarl.megatron.runtime.store_barrier._get_default_store", lambda: store)
+    monkeypatch.setattr("megarl.megatron.runtime.store_barrier.LONGEST_WAIT_S", 0.05)
     with raises("checkpoint.rank-timeout", "0 s"):
-        StoreBarrier(0, 2, longest_wait_s=0.05).wait_for_all()
+        StoreBarrier(0, 2).wait_for_all()
     with raises("checkpoint.rank-timeout", "0 s"):
-        StoreBarrier(1, 2, longest_wait_s=0.05).turns().wait()
+        StoreBarrier(1, 2).turns().wait()
 
 
 def test_single_rank_waits_for_nothing() -> None:

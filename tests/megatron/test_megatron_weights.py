@@ -113,7 +113,7 @@ def swap(place: Place, path: Path, setup: Setup) -> dict[str, Any]:
             pass
         return {
             "logs": [first, trained, swapped, again, after_error],
-            "second_step": built.weights_to_host(),
+            "second_step": built.weights.to_host(),
         }
 
 
@@ -123,7 +123,7 @@ def steps(place: Place, path: Path, setup: Setup, count: int) -> dict[str, Tenso
         for _ in range(count):
             built.forward_backward(mine, policy_loss, OutputOptions(with_entropy=True))
             built.optimizer_step()
-        return built.weights_to_host()
+        return built.weights.to_host()
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])

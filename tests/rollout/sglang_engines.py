@@ -77,7 +77,7 @@ class SGLangEngines:
 
     def running(self, name, folder):
         """The engine that started SGLang for models of the folder's kind; starts it if needed."""
-        if self._kinds.get(name) != kind_of(folder) or self._running[name].closed:
+        if self._kinds.get(name) != kind_of(folder) or self._running[name]._closed:
             self._start(name, folder)
         return self._running[name]
 
@@ -87,7 +87,7 @@ class SGLangEngines:
         if name == IN_PROCESS:
             return running
         # A server serves any number of engine objects; each has the end tokens of its folder.
-        if (name, folder) not in self._attached or self._attached[name, folder].closed:
+        if (name, folder) not in self._attached or self._attached[name, folder]._closed:
             self._attached[name, folder] = self.new(name, folder)
         return self._attached[name, folder]
 

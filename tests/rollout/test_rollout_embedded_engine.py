@@ -68,15 +68,18 @@ class TestComputedTokens:
         # Prompts of two, then the long one's steps between the prompts of those that take the other slot.
         assert computed == [2, 1, 1, 1, 1, 1, 1, 1, 1]
 
-    def test_prompt_passes_are_bounded(self, make_folder, computed):
-        engine = loaded(make_folder(), prompt_tokens=8)
+    def test_prompt_passes_are_bounded(self, make_folder, computed, monkeypatch):
+        monkeypatch.setitem(PROMPT_TOKENS, "cpu", 8)
+        engine = loaded(make_folder())
         engine.generate(requests_of([[i] * n for i, n in enumerate([5, 3, 9, 2, 2])], max_new_tokens=1))
         assert computed == [8, 9, 4]
 
 
-def test_prompt_passes_of_any_size_give_equal_tokens(make_folder):
+def test_prompt_passes_of_any_size_give_equal_tokens(make_folder, monkeypatch):
     requests = requests_of([[i] * (i + 1) for i in range(9)] * 2)
-    small, large = loaded(make_folder(), prompt_tokens=4), loaded(make_folder())
+    large = loaded(make_folder())
+    monkeypatch.setitem(PROMPT_TOKENS, "cpu", 4)
+    small = loaded(make_folder())
     assert [c.token_ids for c in small.generate(requests)] == [c.token_ids for c in large.generate(requests)]
 
 
@@ -259,7 +262,6 @@ def test_prompt_passes_of_a_gpu_are_larger(make_folder):
     """A pass of 1024 tokens is bound by its launches."""
     config = read_model_config(make_folder())
     assert EmbeddedEngine(config)._prompt_tokens == 1024
-    assert EmbeddedEngine(config, EngineOptions(device="meta"), prompt_tokens=5)._prompt_tokens == 5
     assert PROMPT_TOKENS["cuda"] == 16384
 
 

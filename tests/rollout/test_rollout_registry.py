@@ -5,7 +5,7 @@ from megarl.base.errors import ConfigError
 from megarl.models import declaration, parse_model_config, read_model_config, register_family
 from megarl.models.model_config import Traits
 from megarl.models.registry import FAMILIES
-from megarl.rollout import EngineOptions, check_engine_model, create_engine, known_engines, register_engine
+from megarl.rollout import EngineOptions, check_engine_model, create_engine, register_engine
 from megarl.rollout.registry import ENGINES
 
 
@@ -21,7 +21,7 @@ def test_a_registered_user_engine_is_created_and_returns_no_routes(monkeypatch, 
     def make(model_path, options):
         return model_path, options
 
-    assert "mine" in known_engines()
+    assert "mine" in ENGINES
     assert create_engine("mine", "folder", EngineOptions(max_num_seqs=2)) == ("folder", EngineOptions(max_num_seqs=2))
     with pytest.raises(ConfigError) as caught:
         check_engine_model("mine", read_model_config(make_folder("qwen3_moe")), EngineOptions(return_routes=True))

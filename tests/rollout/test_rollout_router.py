@@ -6,6 +6,7 @@ from itertools import pairwise
 
 import pytest
 from engine_stops import Stops
+from support.engine_replica import EngineReplica
 
 from megarl.base.errors import WeightSyncError
 from megarl.rollout import (
@@ -18,7 +19,7 @@ from megarl.rollout import (
     create_engine,
 )
 from megarl.rollout import router as router_module
-from megarl.rollout.router import EngineReplica, NoReplicaLeft, ReplicaLost, RequestGivenUp, Router
+from megarl.rollout.router import NoReplicaLeft, ReplicaLost, RequestGivenUp, Router
 
 PARAMS = SamplingParams(1000)
 

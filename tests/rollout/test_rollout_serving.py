@@ -55,7 +55,7 @@ def test_a_request_interrupts_the_wait_for_a_long_one(engine, monkeypatch):
     server = EngineServer(engine)
     server.accept("a", [request("long", LONG)])
     server.accept("b", [request("short", 2)])
-    assert list(fetch(server, "b", 1)) == ["short"] and "long" in server._owners
+    assert list(fetch(server, "b", 1)) == ["short"] and "long" in server._open
     server.accept("a", [], ["long", "unknown"])
     (done,) = fetch(server, "a", 1).values()
     assert done.finish_reason == "abort" and len(done.token_ids) < LONG
@@ -66,7 +66,7 @@ def test_requests_of_a_client_that_is_gone_are_aborted(engine):
     server.accept("gone", [request(f"g{n}", LONG) for n in range(6)])
     server.accept("stays", [request("s", 5)])
     server.forget("gone")
-    assert not any(name.startswith("g") for name in server._owners)
+    assert not any(name.startswith("g") for name in server._open)
     assert list(fetch(server, "stays", 1)) == ["s"]
     server.forget("gone")
     engine.sleep(["kv_cache"])  # nothing is running
@@ -185,7 +185,7 @@ def test_a_request_that_the_engine_cannot_continue_begins_again(engine, monkeypa
     done = fetch(server, "a", 2)
     assert done["new"].token_ids == whole.token_ids and done["kept"].token_ids[:10] == [5] * 10
     assert (done["new"].discarded_tokens, done["kept"].discarded_tokens) == (10, 0)
-    assert server._discarded == {}
+    assert server._open == {}
 
 
 def test_pauses_change_no_response_of_the_same_weights(engine, monkeypatch):

@@ -30,7 +30,6 @@ from megarl.rollout.interface import EngineLost
 from megarl.rollout.sglang import options
 from megarl.rollout.sglang.backend import NAN_STOP, CallWatch, ResponseContext, parse_completion, request_payload
 from megarl.rollout.sglang.engine import _check_divides, _memory_tags
-from megarl.rollout.sglang.model_arguments import model_arguments
 from megarl.rollout.sglang.options import (
     SHIM,
     EngineNodes,
@@ -38,6 +37,7 @@ from megarl.rollout.sglang.options import (
     SGLangOptions,
     check_server_args,
     environment,
+    model_arguments,
     server_args,
 )
 from megarl.rollout.sglang.weights import CommandChannel, channel_addresses

@@ -199,10 +199,10 @@ def test_a_weight_changed_by_sglang_is_detected(server, folders):
     checksums = [server.checksum(rank)[name] for rank in (0, 1)]
     whole = torch.cat([shard[name] for shard in shards_of(folders[0])], dim=1)
     whole[3, -1] *= 1.0001
-    server._call("begin_weight_update")
+    server._session.call("begin_weight_update")
     payload = pickle.dumps([(name, whole)])
-    assert server._call("update_weights_from_tensor", serialized_named_tensors=[payload] * 2).success
-    server._call("end_weight_update")
+    assert server._session.call("update_weights_from_tensor", serialized_named_tensors=[payload] * 2).success
+    server._session.call("end_weight_update")
     with raises("sync.weights-changed", "rank 1", "in this test"):
         fingerprint.verify("in this test")
     assert server.checksum(0)[name] == checksums[0] and server.checksum(1)[name] != checksums[1]

@@ -9,6 +9,7 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.engine_replica import EngineReplica
 from support.expected_errors import raises
 
 from megarl.agents.runner import AgentRunner
@@ -19,7 +20,6 @@ from megarl.data import DataProto
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.outcome import OUTCOME
-from megarl.rollout.router import EngineReplica
 from megarl.samples.reward_functions import function_manager, runner_scorers
 from megarl.samples.reward_phase import RewardPhase
 from megarl.samples.rollouts import WAIT_S, Rollouts

@@ -306,7 +306,7 @@ def study(place: Place, case: Case, arguments: dict[str, Any], chunks: list[Data
 
         engine.forward_backward = watched
         metrics = getattr(worker, VERBS[case.kind])(chunks[worker.runtime.coordinate.dp])
-        return Study(metrics, grads, engine.weights_to_host())
+        return Study(metrics, grads, engine.weights.to_host())
     finally:
         shutdown_runtime()
 

@@ -246,7 +246,7 @@ def _rebuild(place: Place, attributes: dict[str, Any]) -> None:
 
 
 def _local_weights(place: Place) -> dict[str, torch.Tensor]:
-    return _held[0].engine.weights_to_host()
+    return _held[0].engine.weights.to_host()
 
 
 def _count_tokens(place: Place) -> None:
@@ -275,4 +275,4 @@ def _offloaded_parts(place: Place) -> tuple[str, ...]:
 
 
 def _next_lr(place: Place) -> float:
-    return _held[0].engine.learning_rate
+    return _held[0].engine.optimizer.next_lr

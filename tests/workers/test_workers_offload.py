@@ -184,7 +184,7 @@ def copies(place: Place, arguments: dict[str, Any], batch: DataProto) -> tuple[i
         for phase in (PHASES[0], PHASES[0], PHASES[1], PHASES[1]):
             getattr(actor, phase)(batch)
             note()
-        actor.engine.named_local_params()  # a weight sync
+        actor.engine.weights.named()  # a weight sync
         actor.make_room()
         note()
         params = actor.engine.weights.parameters().values()

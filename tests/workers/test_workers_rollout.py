@@ -16,6 +16,7 @@ import torch
 from role_processes import LAYOUTS, Role, actor_arguments, with_offload
 from safetensors.torch import load_file
 from support.distributed import ProcessPool
+from support.engine_replica import EngineReplica
 from support.expected_errors import raises
 from support.local_group import LocalGroup
 from tiny_policies import EOS, PAD, TEMPERATURE, Models, rows_of
@@ -33,7 +34,7 @@ from megarl.megatron.engine.offload import PARTS
 from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Completion, Request, SamplingParams
 from megarl.rollout.embedded.generation import ContinuousBatcher
-from megarl.rollout.router import EngineReplica, Router
+from megarl.rollout.router import Router
 from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan, replica_plans
 from megarl.workers.actor import ActorWorker
 from megarl.workers.dispatch import WorkerPlace

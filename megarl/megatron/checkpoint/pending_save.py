@@ -15,17 +15,12 @@ from megarl.base.errors import CheckpointError
 from megarl.base.files import FileEntry, read_entry
 from megarl.megatron.checkpoint.storage import INDEX, Item, ItemWriter
 from megarl.megatron.engine.megatron_engine import MegatronEngine
-from megarl.megatron.runtime.host_memory import CHUNK_BYTES, HostBuffer
+from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.megatron.runtime.process_groups import Runtime, all_ranks_or_raise
 
 
 class WrittenFiles(NamedTuple):
-    """Files that one rank wrote.
-
-    Attributes:
-        entries: its files by path relative to the folder of the save.
-        seconds: duration of the writing, digests included.
-    """
+    """Files that one rank wrote, by path relative to the save's folder, and the seconds it took, digests included."""
 
     entries: dict[str, FileEntry]
     seconds: float
@@ -35,7 +30,6 @@ class PendingSave:
     """Writes immediately: in a thread, which never communicates, or in the constructor.
 
     Args:
-        folder: of the save, shared by all ranks.
         writer: planned writer of the tensors; None if there are none.
         files: names of files that this rank has already written.
         in_background: write in a thread; the writer's tensors must not change until then.
@@ -95,7 +89,6 @@ class PendingSave:
         self._seconds = time.perf_counter() - begin
 
     def _note_entries(self) -> None:
-        """Record sizes and digests of new files."""
         for name in sorted(self._files - self._entries.keys()):
             self._entries[name] = read_entry(self._folder / name, flush=True)
 
@@ -120,20 +113,11 @@ class HostSnapshot:
     """A copy of the state in host memory, so that training continues while a thread writes; reused by later saves.
 
     Only one save is in progress at a time, so one such memory is enough.
-
-    Args:
-        device: device of the tensors; for a GPU the memory is page-locked, so that it copies at full speed.
-        chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
     """
 
-    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._buffer = HostBuffer(device, chunk_bytes)
-
-    @property
-    def nbytes(self) -> int:
-        """Size of the memory in bytes."""
-        return self._buffer.nbytes
+        self._buffer = HostBuffer(device)
 
     def take(self, items: Sequence[Item]) -> list[Item]:
         """Copy items that are on the device; the copies are valid until the next call. Offloaded items are kept."""
@@ -155,10 +139,6 @@ def export_beside(
     engine: MegatronEngine, folder: Path, copy_from: str | Path | None, files: Mapping[str, str]
 ) -> set[str]:
     """Export the model to ``<folder>/huggingface``; communicates.
-
-    Args:
-        folder: of the checkpoint, shared by all ranks.
-        copy_from: folder whose tokenizer is copied.
 
     Returns:
         Names of the files, relative to ``folder``, on the rank that wrote them.

@@ -125,7 +125,6 @@ def save_random_state(path: Path, device: torch.device) -> None:
     """Write the states of torch's, numpy's and Python's generators and of Megatron's named generators.
 
     Args:
-        path: file to write.
         device: device of this process; on CUDA its generator is saved too.
 
     Raises:

@@ -62,20 +62,6 @@ WEIGHT = "weight"
 logger = logging.getLogger(__name__)
 
 
-def save_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[str] = RESUMABLE) -> None:
-    """Save the engine and return when all files are written; all ranks must call this.
-
-    Args:
-        engine: after a finished optimizer step.
-        path: folder on storage that all ranks share; created if missing, must be empty.
-        contents: see :func:`begin_save`.
-
-    Raises:
-        CheckpointError: on every rank, if any of them failed; names rank and reason. Written files remain.
-    """
-    begin_save(engine, path, contents).finish()
-
-
 def begin_save(
     engine: MegatronEngine,
     path: str | Path,
@@ -161,7 +147,7 @@ def _write_local_files(
 
 @torch.no_grad()
 def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[str] = RESUMABLE) -> None:
-    """Restore a checkpoint of :func:`save_sharded` in any layout; all ranks must call this.
+    """Restore a checkpoint of :func:`begin_save` in any layout; all ranks must call this.
 
     An engine without optimizer loads the weights only.
 
@@ -193,10 +179,8 @@ def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[
         assert state.steps is not None
         set_steps(optimizer, state.steps)
         optimizer.skipped_in_a_row = state.skipped_in_a_row
-    elif engine.optimizer is not None:
-        engine.offload_manager.onload(PARAM, OPTIMIZER)
-        engine.offload_manager.mark_changed(OPTIMIZER)
-        engine.optimizer.weights_changed()
+    else:
+        engine.weights_changed()
     if EXTRA in contents and EXTRA in state.contents:
         _restore_random(engine, folder, state)
 
@@ -223,7 +207,6 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
 
 
 def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """This rank's contribution, wherever it is."""
     contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
     return saved_items(contributions, _stored_state(engine, with_optimizer), engine.offload_manager.memory)
 
@@ -231,12 +214,7 @@ def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]
 def saved_items(
     contributions: Iterable[Contribution], state: StoredState, memory: Callable[[Tensor], TensorMemory]
 ) -> Iterator[Item]:
-    """Select the blocks that one rank writes: over all ranks each element of each tensor once.
-
-    Args:
-        state: weights and optimizer state of the rank.
-        memory: returns the memory of a tensor.
-    """
+    """Select the blocks that one rank writes: over all ranks each element of each tensor once."""
     for param, _, is_writer in contributions:
         for kind, start, stop, tensor in state.tensors(param.name):
             if is_writer or (kind != WEIGHT and state.is_sharded):
@@ -244,10 +222,7 @@ def saved_items(
 
 
 def _wanted_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    """Memory of this rank's shard, wherever it is, zeroed because a checkpoint has no vocabulary padding.
-
-    An item is in one piece of memory.
-    """
+    """This rank's shard, each item in one piece, zeroed because a checkpoint has no vocabulary padding."""
     state, memory = _stored_state(engine, with_optimizer), engine.offload_manager.memory
     for param in engine.trained_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
         for kind, start, _, tensor in state.tensors(param.name):
@@ -273,7 +248,6 @@ class StoredState:
     """Weights and optimizer state of one rank by parameter, on the device or offloaded.
 
     Attributes:
-        shapes: of the Hugging Face tensors.
         shards: their optimizer state; empty without an optimizer.
         is_sharded: data-parallel ranks hold parts of the optimizer state; otherwise each holds all of it.
     """

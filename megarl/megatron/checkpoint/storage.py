@@ -76,26 +76,14 @@ class Item(NamedTuple):
 def items_of(
     key: str, blocks: Iterable[TensorBlock], shapes: Mapping[str, tuple[int, ...]], memory: TensorMemory
 ) -> Iterable[Item]:
-    """Build the items of kind ``key`` for blocks whose elements are in ``memory``.
-
-    Args:
-        key: kind of the values: weights, or a kind of optimizer state.
-        blocks: their positions in the tensors.
-        shapes: of the Hugging Face tensors.
-        memory: the items have parts of it.
-    """
+    """Build the items of kind ``key`` for blocks whose elements are in ``memory``."""
     for block in blocks:
         part = memory.part(block.at, block.at + block.numel)
         yield Item(f"{key}/{block.hf_name}", shapes[block.hf_name], block, part)
 
 
 class ItemWriter:
-    """Writes the blocks of all ranks in three steps; only the second may run during training.
-
-    Args:
-        folder: folder that all ranks share.
-        shapes: all tensors of the checkpoint, which the items of all ranks must cover.
-    """
+    """Writes blocks, of all tensors of ``shapes``, in three steps; only the second may run during training."""
 
     def __init__(self, runtime: Runtime, folder: Path, items: Sequence[Item], shapes: Shapes) -> None:
         self._runtime = runtime
@@ -114,15 +102,16 @@ class ItemWriter:
         is_first = self._runtime.rank == 0
         self._planner.set_up_planner({}, is_coordinator=is_first)
         self._storage.set_up_storage_writer(is_first)
-        local_plan = all_ranks_or_raise(self._runtime, self._local_plan, self._doing)
+
+        def plan_locally() -> SavePlan:
+            return self._storage.prepare_local_plan(self._planner.create_local_plan())
+
+        local_plan = all_ranks_or_raise(self._runtime, plan_locally, self._doing)
         plan = gather_apply_scatter(self._runtime, local_plan, self._global_plans, self._doing)
         self._plan = self._planner.finish_plan(plan)
 
     def write(self) -> set[str]:
         """Write this rank's files and flush them to disk; does not communicate.
-
-        Returns:
-            Names of the files.
 
         Raises:
             Exception: any type that torch makes of a file system error.
@@ -145,9 +134,6 @@ class ItemWriter:
 
         gather_apply_scatter(self._runtime, self._results, write_index, self._doing)
 
-    def _local_plan(self) -> SavePlan:
-        return self._storage.prepare_local_plan(self._planner.create_local_plan())
-
     def _global_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
         plans, self._metadata = self._planner.create_global_plan(plans)
         return self._storage.prepare_global_plan(plans)
@@ -157,7 +143,6 @@ def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequen
     """Fill the memory of this rank's items; communicates.
 
     Args:
-        folder: the checkpoint.
         metadata: its index, from :func:`megarl.base.checkpoint_files.read_index`.
         items: this rank's items, each in one piece; may be cut differently from the saved ones.
 
@@ -176,9 +161,6 @@ def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequen
 
 def check_index(index: Metadata, shapes: Shapes) -> None:
     """Check that an index lists every element of every tensor exactly once, and no other tensor.
-
-    Args:
-        shapes: the tensors that the checkpoint must have.
 
     Raises:
         CheckpointError: names the tensor, and what of it is missing, repeated or outside.
@@ -237,11 +219,7 @@ class _Writer(FileSystemWriter):
 
 
 class SavePlanner(DefaultSavePlanner):
-    """Writes each item as one chunk.
-
-    Args:
-        shapes: all tensors of the checkpoint.
-    """
+    """Writes each item as one chunk."""
 
     def __init__(self, items: Sequence[Item], shapes: Shapes) -> None:
         super().__init__(flatten_state_dict=False)
@@ -254,11 +232,7 @@ class SavePlanner(DefaultSavePlanner):
         return self.plan
 
     def create_global_plan(self, all_plans: list[SavePlan]) -> tuple[list[SavePlan], Metadata]:
-        """Merge the plans of all ranks; torch would drop a repeated block, and miss a tensor that no rank plans.
-
-        Raises:
-            CheckpointError: see :func:`check_index`.
-        """
+        """Merge all ranks' plans; torch would drop a repeated block, and miss a tensor that no rank plans."""
         plans, index = create_default_global_save_plan(all_plans)
         check_index(index, self._shapes)
         return plans, index
@@ -287,11 +261,7 @@ class _LoadPlanner(DefaultLoadPlanner):
         self._items = items
 
     def create_local_plan(self) -> LoadPlan:
-        """Plan the reads of all items.
-
-        Raises:
-            CheckpointError: an element is in no chunk.
-        """
+        """Plan the reads of all items."""
         by_key: dict[str, list[int]] = defaultdict(list)
         for position, item in enumerate(self._items):
             by_key[item.key].append(position)
@@ -339,11 +309,7 @@ class _Reader(FileSystemReader):
         return self._metadata
 
     def prepare_local_plan(self, plan: LoadPlan) -> LoadPlan:
-        """Check that the files exist and are long enough.
-
-        Raises:
-            CheckpointError: names the file.
-        """
+        """Check that the files exist and are long enough."""
         ends: dict[str, int] = defaultdict(int)
         for read in plan.items:
             info = self.storage_data[read.storage_index]
@@ -361,11 +327,7 @@ class _Reader(FileSystemReader):
         return plan
 
     def read_data(self, plan: LoadPlan, planner: Any) -> Future[None]:
-        """Read file by file, and wait for the other ranks outside the collective that follows.
-
-        Raises:
-            CheckpointError: names the damaged file.
-        """
+        """Read file by file, and wait for the other ranks outside the collective that follows."""
         try:
             self._read_files(plan, planner)
         finally:
@@ -423,8 +385,6 @@ def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[Tensor
     Args:
         param: at most two of its dimensions, the first and the last, are larger than 1; its pieces span whole rows,
             like those of training layouts.
-        start: first element.
-        stop: one after the last.
 
     Raises:
         ValueError: the parameter has another form.

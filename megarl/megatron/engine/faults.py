@@ -39,13 +39,7 @@ class FaultWatch:
         self._records: list[_MicroBatchRecord] = []
 
     def watch(self, loss: Tensor, outputs: Iterable[object], rows: Sequence[int]) -> None:
-        """Record a micro-batch; called in order.
-
-        Args:
-            loss: of the micro-batch, a scalar.
-            outputs: of the model, ``[response tokens, ...]`` each.
-            rows: response tokens of each row.
-        """
+        """Record the next micro-batch: outputs ``[response tokens, ...]`` each, and response tokens by row."""
         tensors = [output for output in outputs if isinstance(output, Tensor) and output.is_floating_point()]
         record = _MicroBatchRecord(loss.detach(), tuple(tensor.detach() for tensor in tensors), tuple(rows))
         for tensor in tensors:
@@ -58,7 +52,6 @@ class FaultWatch:
 
         Args:
             params: by global name, in the order of the forward pass, with reduced gradients in ``main_grad``.
-            describe: names a sample.
         """
         samples: dict[str, str] = {}
         largest = (0.0, "")
@@ -93,7 +86,6 @@ class SkipReport(NamedTuple):
     """Non-finite values of a skipped step over all ranks; the same on each.
 
     Attributes:
-        samples: non-finite quantity, by the sample's description.
         largest: largest absolute gradient of a log-prob or value, and its sample; used if ``samples`` is empty.
         parameter: the first parameter in the backward pass with a non-finite gradient; empty if there is none.
         ranks: ranks with such a part of it.

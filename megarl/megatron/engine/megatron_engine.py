@@ -59,17 +59,10 @@ class MegatronEngine:
     Methods that communicate say so; all ranks of the role must call them. Every public method enters
     ``cuda_on_cpu.active()``, the scope that lets Megatron run on a CPU, because the scope belongs to a thread.
 
-    Args:
-        model: the model's shape.
-        options: number format, sequence parallelism, head, optimizer.
-
     Attributes:
-        model: the model's shape.
         trained_map: map of the parameters that checkpoints contain: all weights, or with LoRA the adapters.
         base: identity of the frozen model under the adapters, on rank 0; None without adapters.
         chunks: Megatron's modules of this rank, wrapped for data parallelism if there is an optimizer.
-        optimizer: None for inference.
-        offload_manager: offloads parts between phases; methods onload the parts that they need.
 
     Raises:
         ConfigError: the layout differs from the runtime's, or does not fit the model.
@@ -124,30 +117,14 @@ class MegatronEngine:
             self._faults = FaultWatch()
 
     def offload(self, *, return_cached: bool = True) -> dict[str, int]:
-        """Free device memory at the end of a phase: offload the configured parts, and return cached memory.
-
-        Args:
-            return_cached: see :meth:`~megarl.megatron.engine.offload.OffloadManager.offload`.
-
-        Returns:
-            Released device bytes of each part.
-        """
+        """Offload the configured parts at the end of a phase and free cached memory; return the bytes by part."""
         self._faults = FaultWatch()  # it holds the outputs of the last step
         return self.offload_manager.offload(return_cached=return_cached)
 
     def describe(self) -> str:
         """Describe layout, number format and kernels in one line."""
-        options, latent = self.options, self.model.latent
-        used = kernels(
-            self.runtime.device,
-            options.dtype,
-            trains=options.optimizer is not None,
-            has_experts=self.model.experts is not None,
-            has_windows=self.model.window is not None,
-            has_sinks=self.model.sinks,
-            has_delta_nets=self.model.linear is not None,
-            head_dims=(self.model.head_dim, self.model.head_dim if latent is None else latent.v_dim),
-        )
+        options = self.options
+        used = kernels(self.model, self.runtime.device, options.dtype, trains=options.optimizer is not None)
         name = str(options.dtype).removeprefix("torch.")
         return f"{self.runtime.layout.describe()} on {self.runtime.device.type} in {name}; {used.describe()}"
 
@@ -163,10 +140,7 @@ class MegatronEngine:
             self.base = identify_model(path)
         with cuda_on_cpu.active():
             self.weights.load_hf(path)
-            if self.optimizer is not None:
-                self.offload_manager.onload(OPTIMIZER)
-                self.offload_manager.mark_changed(OPTIMIZER)
-                self.optimizer.weights_changed()
+            self.weights_changed()
 
     def load_adapters(self, path: str | Path) -> None:
         """Load this rank's shard of adapters in peft's format.
@@ -174,16 +148,21 @@ class MegatronEngine:
         Raises:
             ConfigError: the folder is damaged, or has other adapters than this model.
         """
-        assert isinstance(self.trained_map, AdapterMap) and self.optimizer is not None, "the model has no adapters"
+        assert isinstance(self.trained_map, AdapterMap), "the model has no adapters"
         folder = AdapterFolder(path)
         folder.check(self.trained_map)
         if self.base is not None:
             folder.check_base(self.base.path)
         with cuda_on_cpu.active():
             self.weights.load_adapters(folder.as_model_folder(self.trained_map), self.trained_map)
-            self.offload_manager.onload(OPTIMIZER)
+            self.weights_changed()
+
+    def weights_changed(self) -> None:
+        """Copy weights that were set from outside into the optimizer, if there is one."""
+        if self.optimizer is not None:
+            self.offload_manager.onload(PARAM, OPTIMIZER)
             self.offload_manager.mark_changed(OPTIMIZER)
-            self.optimizer.weights_changed()
+            self.optimizer.megatron.reload_model_params()
 
     def export_hf(
         self,
@@ -212,29 +191,13 @@ class MegatronEngine:
         with cuda_on_cpu.active():
             self.weights.export(writer)
 
-    def named_local_params(self) -> Mapping[str, Tensor]:
-        """Return this rank's weights by weight-map name, adapters merged; only to be read; may communicate."""
-        return self.weights.named()
-
-    def weights_to_host(self) -> dict[str, Tensor]:
-        """Copy this rank's weights to host memory, by their names in the weight map; may communicate."""
-        return self.weights.to_host()
-
     def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
-        """Copy this rank's weights to host memory, for :meth:`swapped_weights`; may communicate.
-
-        Args:
-            reuse: an earlier copy, whose memory the new one takes; None = new memory.
-        """
+        """Copy this rank's weights to host memory, or over ``reuse``, for :meth:`swapped_weights`; may communicate."""
         self.weights.gather_pending()
         return self.offload_manager.copy_weights(reuse)
 
     def swapped_weights(self, copy: HostCopy) -> AbstractContextManager[None]:
-        """Swap in the weights of ``copy`` within the context; the optimizer must not step in it.
-
-        Raises:
-            ValueError: the copy is of another model.
-        """
+        """Swap in the weights of ``copy`` within the context, in which the optimizer must not step."""
         self._runner.gather_weights()
         return self.offload_manager.swapped_weights(copy)
 
@@ -267,7 +230,6 @@ class MegatronEngine:
 
         Args:
             micro_batches: the same on each rank of a pipeline; at least one.
-            options: requested outputs of a language model.
 
         Returns:
             :class:`PolicyOutputs` or :class:`ValueOutputs` per micro-batch, on every rank of the last stage; None on
@@ -293,22 +255,18 @@ class MegatronEngine:
     def hidden(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor] | None:
         """Compute the final hidden states that predict the response tokens, without gradients; communicates.
 
-        Args:
-            micro_batches: see :meth:`forward`.
-
         Returns:
             ``[response tokens, hidden]`` per micro-batch in host memory, after the final norm, on every rank of the
             last stage; None on other ranks.
         """
-        with cuda_on_cpu.active():
 
-            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
-                return begin_copy_to_host(gather_outputs(output, part, self.runtime.cp_group))
+        def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
+            return begin_copy_to_host(gather_outputs(output, part, self.runtime.cp_group))
 
-            outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, hidden_only=True)
-            if self.runtime.device.type == "cuda":
-                torch.cuda.current_stream(self.runtime.device).synchronize()  # once, for all copies
-            return outputs if self.runtime.is_last_stage else None
+        outputs = self._read_hidden(micro_batches, read)
+        if self.runtime.device.type == "cuda":
+            torch.cuda.current_stream(self.runtime.device).synchronize()  # once, for all copies
+        return outputs
 
     def output_weight(self) -> Tensor | None:
         """Copy this rank's rows of the output layer, ``[padded vocab / tp, hidden]``; None before the last stage.
@@ -334,13 +292,20 @@ class MegatronEngine:
             ``[rows, hidden]`` float32 per micro-batch, after the final norm, on every rank of the last stage; None on
             other ranks. A row without marked tokens has zeros.
         """
+
+        def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
+            return mean_of_rows(output, part, micro_batch, self.runtime.cp_group)
+
+        return self._read_hidden(micro_batches, read)
+
+    def _read_hidden(
+        self,
+        micro_batches: Sequence[PackedMicroBatch],
+        read: Callable[[Tensor, MicroBatchPart, PackedMicroBatch], Tensor],
+    ) -> list[Tensor] | None:
         with cuda_on_cpu.active():
-
-            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
-                return mean_of_rows(output, part, micro_batch, self.runtime.cp_group)
-
             outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, hidden_only=True)
-            return outputs if self.runtime.is_last_stage else None
+        return outputs if self.runtime.is_last_stage else None
 
     def forward_backward(
         self,
@@ -353,11 +318,6 @@ class MegatronEngine:
         Drops gradients of an earlier call. The result does not depend on the division of rows into micro-batches, nor
         on the number of micro-batches per data-parallel rank.
 
-        Args:
-            micro_batches: see :meth:`forward`.
-            loss: see :data:`LossFunction`.
-            options: see :meth:`forward`.
-
         Returns:
             The sums of the metrics that ``loss`` returns; the same on every rank.
         """
@@ -367,7 +327,7 @@ class MegatronEngine:
             self.offload_manager.mark_changed(PARAM)  # a backward updates the correction of a router's choice
             for chunk in self.chunks:
                 chunk.zero_grad_buffer()
-            optimizer.zero_grad()
+            optimizer.megatron.zero_grad()
             self._loss = torch.zeros((), device=self.runtime.device)
             self._faults = FaultWatch()
 
@@ -410,11 +370,7 @@ class MegatronEngine:
             return result
 
     def explain_skip(self, describe: Callable[[int, int], str]) -> SkipReport:
-        """Report the reason of the last skipped step, the same on every rank; communicates.
-
-        Args:
-            describe: names a sample by its micro-batch's index, in the order of the last call, and its row there.
-        """
+        """Report why the last step was skipped, the same on every rank; ``describe`` names a sample. Communicates."""
         with cuda_on_cpu.active():
             return skip_report(self._faults.findings(self.weights.parameters(), describe))
 
@@ -422,11 +378,6 @@ class MegatronEngine:
     def can_share_prompts(self) -> bool:
         """Whether micro-batches may store a shared prompt once; not with context parallelism."""
         return self.runtime.layout.cp == 1
-
-    @property
-    def learning_rate(self) -> float:
-        """Learning rate of the next optimizer step."""
-        return self._need_optimizer().next_lr
 
     def all_reduce_dp(self, tensor: Tensor) -> Tensor:
         """Sum ``tensor`` over the data-parallel ranks, on the tensor's device; communicates."""

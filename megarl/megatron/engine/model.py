@@ -56,10 +56,7 @@ _LONGEST_MULTIPLE = 128
 
 
 class PackedModel(GPTModel):
-    """A GPT model whose forward takes this rank's part of a packed micro-batch.
-
-    The output layer, the largest matrix of a small model, computes only the outputs of response tokens.
-    """
+    """A GPT model over packed micro-batches; the output layer computes only the outputs of response tokens."""
 
     embedding_scale = 1.0
 
@@ -68,8 +65,6 @@ class PackedModel(GPTModel):
 
         Args:
             part: its number of tokens is a multiple of the tensor-parallel size under sequence parallelism.
-            sequences: the same part, in the form that the layers read.
-            hidden_only: skip the output layer.
 
         Returns:
             Before the last stage hidden states ``[tokens (of this rank), 1, hidden]``. On the last stage, for this
@@ -123,7 +118,6 @@ class StageModel:
 
     Attributes:
         chunks: chunks of layers in order; more than one only for an interleaved schedule.
-        frequencies: rotary frequencies, on the device.
         rotation_factor: factor on the rotated dimensions, for ``frequencies``.
         window_frequencies: those of layers with sliding-window attention, on the device; None = the same.
         conv_width: width of the convolution of gated delta net layers; 0 without such layers.
@@ -144,9 +138,6 @@ class StageModel:
 
         Lengths are those of whole sequences, from which Transformer Engine derives this rank's chunks of each. Padding
         is not declared: that would disable its flash attention, and causality hides padding anyway.
-
-        Args:
-            part: on the device.
         """
         ranks = self.chunks[0].config.context_parallel_size
         divided, ends = ranks > 1, part.ends
@@ -175,11 +166,7 @@ class StageModel:
 
 
 def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) -> StageModel:
-    """Build this rank's stage, with allocated but unset weights.
-
-    Args:
-        options: number format, sequence parallelism, head, recomputation.
-    """
+    """Build this rank's stage, with allocated but unset weights."""
     layout = runtime.layout
     fused = uses_transformer_engine(runtime.device, options.dtype)
     config = build_transformer_config(model, layout, options, fused=fused)
@@ -249,7 +236,6 @@ def decoder_spec(
     """Build the specification of one chunk of the decoder, for ``GPTModel``.
 
     Args:
-        layers: global indices of the chunk's layers.
         adapted: linear layers get adapters, which read their inputs: no norm is part of a linear layer, and the experts
             of a rank are separate layers.
     """
@@ -289,7 +275,6 @@ def _layer(
 
 
 def _replace_attention(model: ModelConfig, layer: ModuleSpec, fused: bool) -> None:
-    """Replace a layer's attention by a gated delta net."""
     attention, column = layer.submodules.self_attention.submodules, None
     if fused:
         engine = importlib.import_module("megatron.core.extensions.transformer_engine")

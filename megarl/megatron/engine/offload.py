@@ -17,7 +17,7 @@ import torch
 from torch import Tensor
 
 from megarl.megatron.engine.optimizer import MOMENTS, Optimizer
-from megarl.megatron.runtime.host_memory import CHUNK_BYTES, HostBuffer, HostCopy, TensorMemory, aligned, storage_bytes
+from megarl.megatron.runtime.host_memory import HostBuffer, HostCopy, TensorMemory, aligned, storage_bytes
 from megarl.tracing import span
 
 PARAM, GRAD, OPTIMIZER = "param", "grad", "optimizer"
@@ -31,27 +31,17 @@ class Offloader:
     Args:
         tensors: called at each offload, because an optimizer creates its state in its first step.
         keep: keep the contents in host memory; otherwise the storages return filled with zeros.
-        chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
 
     Attributes:
-        host: host memory of the contents.
         is_offloaded: whether the tensors have no memory on the device now.
     """
 
-    def __init__(
-        self,
-        tensors: Callable[[], Iterable[Tensor]],
-        device: torch.device,
-        *,
-        keep: bool = True,
-        chunk_bytes: int = CHUNK_BYTES,
-    ) -> None:
-        self.host = HostBuffer(device, chunk_bytes)
+    def __init__(self, tensors: Callable[[], Iterable[Tensor]], device: torch.device, *, keep: bool = True) -> None:
+        self.host = HostBuffer(device)
         self.is_offloaded = False
         self._tensors = tensors
         self._device = device
         self._keep = keep
-        self._chunk_bytes = chunk_bytes
         # Storages of the last copy, where they are in host memory, and whether they have not changed since.
         self._storages: list[torch.UntypedStorage] = []
         self._copy = HostCopy(self.host, [], [])
@@ -60,11 +50,7 @@ class Offloader:
         self._is_pinned: Callable[[], bool] = lambda: False
 
     def offload(self) -> int:
-        """Empty the storages; no effect if they are empty.
-
-        Returns:
-            Number of device bytes released.
-        """
+        """Empty the storages, and return the number of device bytes released; no effect if they are empty."""
         if not self.is_offloaded:
             self._copy_to_host()
             self._empty()
@@ -114,7 +100,7 @@ class Offloader:
 
     def copy(self, reuse: HostCopy | None = None) -> HostCopy:
         """Copy the contents from the device to new host memory, or to that of an earlier copy, for :meth:`swapped`."""
-        buffer = HostBuffer(self._device, self._chunk_bytes) if reuse is None else reuse.buffer
+        buffer = HostBuffer(self._device) if reuse is None else reuse.buffer
         copy = _copied(_storages(self._tensors(), self._device), buffer)
         _wait(self._device)
         return copy
@@ -151,7 +137,7 @@ class Offloader:
             self._copy = HostCopy(self.host, [0] * len(storages), [storage.nbytes() for storage in storages])
         elif not (self._is_copied and is_same):
             if self._is_pinned():
-                self.host = HostBuffer(self._device, self._chunk_bytes)  # the reader frees the other one
+                self.host = HostBuffer(self._device)  # the reader frees the other one
             self._copy = _copied(storages, self.host)
             self._is_pinned = lambda: False
         self._is_copied = True
@@ -178,22 +164,10 @@ class Offloader:
 
 
 class OffloadManager:
-    """Offloads the parts of an engine between phases and onloads them on demand.
-
-    Args:
-        chunks: Megatron's modules, wrapped for data parallelism if there is an optimizer.
-        optimizer: None for inference.
-        parts: members of :data:`PARTS` to offload between phases.
-        chunk_bytes: see :data:`~megarl.megatron.runtime.host_memory.CHUNK_BYTES`.
-    """
+    """Offloads the parts of an engine, wrapped for data parallelism if it trains, and onloads them on demand."""
 
     def __init__(
-        self,
-        chunks: Sequence[Any],
-        optimizer: Optimizer | None,
-        parts: Collection[str],
-        device: torch.device,
-        chunk_bytes: int = CHUNK_BYTES,
+        self, chunks: Sequence[Any], optimizer: Optimizer | None, parts: Collection[str], device: torch.device
     ) -> None:
         tensors: dict[str, Callable[[], Iterable[Tensor]]] = {
             PARAM: lambda: _params(chunks),
@@ -201,10 +175,7 @@ class OffloadManager:
             OPTIMIZER: lambda: _optimizer_state(chunks, optimizer),
         }
         self._optimizer = optimizer
-        self._state_bytes = _state_bytes(chunks, optimizer, device) if OPTIMIZER in parts else 0
-        offloaders = {
-            part: Offloader(tensors[part], device, keep=part != GRAD, chunk_bytes=chunk_bytes) for part in PARTS
-        }
+        offloaders = {part: Offloader(tensors[part], device, keep=part != GRAD) for part in PARTS}
         self._weights = offloaders[PARAM]
         self._offloaders = {
             part: offloader
@@ -243,20 +214,13 @@ class OffloadManager:
         Args:
             return_cached: call ``torch.cuda.empty_cache``. Other processes of the device, such as a rollout engine that
                 wakes, can only use the driver's memory.
-
-        Returns:
-            Released device bytes of each part.
         """
         if GRAD in self._offloaders and not self._offloaders[GRAD].is_offloaded and self._optimizer is not None:
-            self._optimizer.zero_grad()  # main parameters' gradients are views of the buffers
+            self._optimizer.megatron.zero_grad()  # main parameters' gradients are views of the buffers
         # Weights go last: the optimizer's state is recognized by not sharing their storages.
         freed = {part: self._offload_part(part) for part in reversed(PARTS) if part in self._offloaders}
         if return_cached:
             torch.cuda.empty_cache()  # no effect in a process that does not use a GPU
-        if self._state_bytes:
-            # The first step creates most of the state: meanwhile a thread allocates its host memory.
-            self._offloaders[OPTIMIZER].host.reserve_in_background(self._state_bytes)
-            self._state_bytes = 0
         return freed
 
     def mark_changed(self, *parts: str) -> None:
@@ -287,23 +251,14 @@ class OffloadManager:
                 offloader.pin_until_saved(is_pinned)
 
     def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
-        """Copy the weights from the device to host memory, for :meth:`swapped_weights`.
-
-        Args:
-            reuse: an earlier copy, whose memory the new one takes; None = new memory.
-        """
+        """Copy the weights to host memory, or over an earlier copy, for :meth:`swapped_weights`."""
         return self._weights.copy(reuse)
 
     def swapped_weights(self, other: HostCopy) -> contextlib.AbstractContextManager[None]:
-        """Swap in the weights of ``other`` within the context; restores the previous weights bit for bit.
-
-        Raises:
-            ValueError: ``other`` is of another model.
-        """
+        """Swap in the weights of ``other`` within the context, see :meth:`Offloader.swapped`."""
         return self._weights.swapped(other)
 
     def _offload_part(self, part: str) -> int:
-        """Offload one part; returns its device bytes."""
         if self._offloaders[part].is_offloaded:
             return self._offloaders[part].offload()
         with span(f"offload {part}", "copy"):
@@ -333,17 +288,6 @@ def _optimizer_state(chunks: Iterable[Any], optimizer: Optimizer | None) -> Iter
         for tensor in (*params, *states):
             if isinstance(tensor, Tensor) and tensor.dim() and tensor.untyped_storage()._cdata not in model_storages:
                 yield tensor.detach()
-
-
-def _state_bytes(chunks: Iterable[Any], optimizer: Optimizer | None, device: torch.device) -> int:
-    """Bytes of a new optimizer's state in host memory after its first step, which creates the moments."""
-    if optimizer is None:
-        return 0
-    sizes = [storage.nbytes() for storage in _storages(_optimizer_state(chunks, optimizer), device)]
-    for inner in optimizer.inner_optimizers():
-        for group in inner.param_groups:
-            sizes += [param.numel() * param.element_size() for param in group["params"] for _ in MOMENTS]
-    return sum(map(aligned, sizes))
 
 
 def _storages(tensors: Iterable[Tensor], device: torch.device) -> list[torch.UntypedStorage]:

@@ -30,9 +30,6 @@ class OptimizerOptions(LearningRateSchedule):
     """Adam with decoupled weight decay (none on norms and biases), clipping, and the learning-rate schedule.
 
     Attributes:
-        betas: decay of the two running means.
-        eps: added to the denominator.
-        weight_decay: decoupled decay of matrices.
         clip_grad: largest global gradient norm; 0 = no clipping.
         use_distributed_optimizer: shard the optimizer's state over data-parallel ranks.
     """
@@ -49,7 +46,6 @@ class StepResult(NamedTuple):
 
     Attributes:
         grad_norm: global norm of the gradient before clipping.
-        lr: learning rate of the step.
         skipped: the loss or the gradient was not finite; neither weights nor schedule changed.
     """
 
@@ -59,18 +55,7 @@ class StepResult(NamedTuple):
 
 
 class Optimizer:
-    """Wrapper of Megatron's optimizer.
-
-    Args:
-        chunks: the stage's modules, wrapped for data parallelism.
-        options: Adam and the schedule.
-        dtype: of the weights; with bfloat16 the optimizer keeps float32 copies.
-
-    Attributes:
-        megatron: Megatron's optimizer, for checkpoints.
-        steps: number of optimizer steps; the whole state of the schedule.
-        skipped_in_a_row: consecutive skipped steps.
-    """
+    """Wrapper of Megatron's optimizer; ``steps``, the number of optimizer steps, is the whole state of the schedule."""
 
     def __init__(self, chunks: Sequence[Any], options: OptimizerOptions, dtype: torch.dtype) -> None:
         self.options = options
@@ -105,22 +90,8 @@ class Optimizer:
         """Learning rate of the next step."""
         return learning_rate(self.steps, self.options)
 
-    def zero_grad(self) -> None:
-        """Drop the gradients of the last step."""
-        self.megatron.zero_grad()
-
-    def weights_changed(self) -> None:
-        """Copy weights that were set from outside, such as after loading a model, into the optimizer."""
-        self.megatron.reload_model_params()
-
     def step(self, loss: Tensor) -> StepResult:
-        """Clip and apply the gradients.
-
-        Skips the step on every rank if a loss or gradient of any rank is not finite.
-
-        Args:
-            loss: this rank's loss, a scalar; only its finiteness is used.
-        """
+        """Clip and apply the gradients; skip the step on every rank if any rank's loss or gradient is not finite."""
         lr = self.next_lr
         self.megatron.prepare_grads()
         grad_norm = float(self.megatron.get_grad_norm())
@@ -154,13 +125,7 @@ def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
 
 
 class StateShard(NamedTuple):
-    """This rank's part of one parameter's optimizer state.
-
-    Attributes:
-        start: first element of the flattened local parameter.
-        stop: one after the last.
-        tensors: flat, by kind (:data:`MOMENTS`, :data:`MASTER`); views of the optimizer's memory.
-    """
+    """This rank's part of one parameter's optimizer state: flat views of the optimizer's memory, by kind."""
 
     start: int
     stop: int
@@ -177,13 +142,9 @@ def state_shards(
     params: Mapping[str, nn.Parameter],
     zeros_like: Callable[[Tensor], Tensor] = torch.zeros_like,
 ) -> dict[str, StateShard]:
-    """Return the optimizer state of this rank's parameters by name; without those it holds no state of.
+    """Return the optimizer state of the parameters that this rank owns, by name; its tensors may be offloaded.
 
     Creates state that does not exist before the first step: zeros, as the first step would.
-
-    Args:
-        optimizer: the optimizer of this rank; its tensors may be offloaded.
-        zeros_like: creates such state.
     """
     shards = {}
     for name, param in params.items():
@@ -216,12 +177,7 @@ def check_steps(optimizer: Optimizer) -> None:
 
 
 def set_steps(optimizer: Optimizer, steps: int) -> None:
-    """Set the step count of Adam and the schedule; every parameter gets a separate tensor.
-
-    Args:
-        optimizer: its state exists (:func:`state_shards`).
-        steps: optimizer steps.
-    """
+    """Set the step count of schedule and Adam, whose state exists; every parameter gets a separate tensor."""
     optimizer.steps = steps
     for part in optimizer.megatron.chained_optimizers:
         if _counts_by_group(part.optimizer):

@@ -14,13 +14,9 @@ from megarl.models.adapters import LoraOptions
 
 @dataclass(frozen=True)
 class RecomputeOptions:
-    """Activation recomputation in the backward pass.
+    """Activation recomputation in the backward pass, in Megatron's terms.
 
-    Attributes:
-        granularity: ``full`` (whole layers) or ``selective`` (``modules`` of each layer).
-        method: with ``full``, ``uniform`` (groups of ``num_layers`` layers) or ``block`` (the first ``num_layers``
-            layers of each chunk).
-        modules: with ``selective``, Megatron's names of the recomputed modules.
+    Whole layers (``full``), in groups (``uniform``) or the first of each chunk (``block``); or ``selective``, modules.
     """
 
     granularity: str = "full"
@@ -31,13 +27,7 @@ class RecomputeOptions:
 
 @dataclass(frozen=True)
 class OverlapOptions:
-    """Overlap of data-parallel communication with computation.
-
-    Attributes:
-        grad_reduce: sum gradients during the backward pass.
-        param_gather: gather updated weights during the next forward pass; needs the distributed optimizer.
-        bucket_size: parameters per communication; None = Megatron's default.
-    """
+    """Overlap of data-parallel communication with computation; ``bucket_size`` None is Megatron's default."""
 
     grad_reduce: bool = False
     param_gather: bool = False

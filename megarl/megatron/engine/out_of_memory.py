@@ -47,17 +47,12 @@ class DeviceMemoryError(MegarlError):
 
 
 class OutOfMemoryVote:
-    """Lets the ranks of a role agree after each pass whether one of them ran out of memory.
+    """Lets all ranks agree after each pass whether one ran out of memory; no pass is repeated unless ``enabled``."""
 
-    Args:
-        enabled: vote after each pass; costs one small collective. Otherwise no pass can be repeated.
-        peers_wait_s: see :data:`PEERS_WAIT_S`.
-    """
-
-    def __init__(self, runtime: Runtime, *, enabled: bool, peers_wait_s: float = PEERS_WAIT_S) -> None:
+    def __init__(self, runtime: Runtime, *, enabled: bool) -> None:
         self._runtime = runtime
         self._obstacle = _obstacle(runtime, enabled)
-        self._peers_wait_s = peers_wait_s
+        self._peers_wait_s = PEERS_WAIT_S
         self._has_voted = False
         self._random_states: _RandomStates
 
@@ -91,11 +86,7 @@ class OutOfMemoryVote:
         raise self._failure(reason, gathers_weights)
 
     def agree(self) -> None:
-        """Vote that this rank had enough memory; communicates at the first call in a pass.
-
-        Raises:
-            DeviceMemoryError: repeatable, if another rank ran out of memory.
-        """
+        """Vote that this rank had enough memory; raises if another had not. Communicates once per pass."""
         if self._votes and not self._has_voted:
             self._has_voted = True
             if self._vote(failed=False):
@@ -122,7 +113,6 @@ class OutOfMemoryVote:
         return DeviceMemoryError(text, repeatable=True)
 
     def _vote(self, *, failed: bool) -> bool:
-        """Whether any rank failed."""
         votes = torch.tensor(float(failed), device=self._runtime.device)
         if self._runtime.layout.world_size > 1:
             dist.all_reduce(votes, dist.ReduceOp.MAX)

@@ -76,7 +76,6 @@ def arrivals(micro_batches: int, chunks: int, stages: int, *, leads: bool) -> li
     """Return the micro-batch index of each tensor that arrives at a stage in one direction, in order.
 
     Args:
-        chunks: chunks of layers of each stage.
         leads: this stage begins the direction: the first stage in the forward pass, the last in the backward pass. The
             stage at the other end sends to it, after every chunk but its last.
     """
@@ -85,10 +84,7 @@ def arrivals(micro_batches: int, chunks: int, stages: int, *, leads: bool) -> li
 
 
 class ScheduleTimers:
-    """Megatron's timers, replaced by spans of the timeline: each micro-batch's forward and backward, and gradient sums.
-
-    Megatron calls ``config.timers(name).start()`` and ``.stop()``.
-    """
+    """Spans of forward, backward and gradient sums, called as ``config.timers(name).start()`` and ``.stop()``."""
 
     def __init__(self) -> None:
         self._timers: dict[str, ScheduleTimer] = {}

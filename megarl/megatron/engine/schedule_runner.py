@@ -43,7 +43,6 @@ def wrap_data_parallel(
 
     Args:
         stage: this rank's chunks; the hooks of the schedule are set in their config.
-        overlap: overlap of the sum with the backward pass.
         vote: votes before the sum, in which other ranks wait for this one.
     """
     config = stage.chunks[0].config
@@ -78,12 +77,8 @@ class ScheduleRunner:
     """Runs passes of one rank's chunks: loads micro-batches, exchanges activations, votes on memory.
 
     Args:
-        stage: this rank's part of the model.
         chunks: its chunks, wrapped for data parallelism if they are trained.
-        vote: lets all ranks repeat a pass that ran out of memory.
         routing: the routers; None for a dense model.
-        offload: onloads the weights before a pass.
-        overlap: communication overlap of the trained chunks.
 
     Attributes:
         gather_is_pending: the weights of the last step are gathered by the next forward, or by :meth:`gather_weights`.
@@ -131,13 +126,12 @@ class ScheduleRunner:
     ) -> list[Any]:
         """Run a pass over micro-batches; communicates.
 
+        For each micro-batch and chunk Megatron calls ``forward_step``, the function that it returns for the loss or the
+        outputs, and later the backward.
+
         Args:
             micro_batches: the same on each rank of a pipeline; at least one.
             read: converts the output of the last stage's model.
-            clean_up: drops references to activations after an interrupted pass.
-            forward_only: without gradients.
-            hidden_only: the model returns its final hidden states.
-            routing: the routers' part.
 
         Returns:
             Results of ``read`` on the last stage, in order.
@@ -145,11 +139,11 @@ class ScheduleRunner:
         Raises:
             DeviceMemoryError: a rank ran out of memory; on all ranks if the pass can be repeated.
         """
-        numbers, last = itertools.count(1), len(micro_batches)
+        steps, last = itertools.count(1), len(micro_batches)
         reduces_early = self._overlap.grad_reduce and self._runtime.dp_cp_group.size() > 1 and not forward_only
 
-        def step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
-            if next(numbers) == last and reduces_early:
+        def forward_step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
+            if next(steps) == last and reduces_early:
                 self._vote.agree()  # from here on peers wait for this rank's gradients
             loaded = next(batches)
             if self._routing is not None:
@@ -181,7 +175,7 @@ class ScheduleRunner:
                 self._routing.begin(routing)
             with self._stage_exchange(micro_batches, forward_only) as exchange:
                 results: list[Any] = get_forward_backward_func()(
-                    forward_step_func=step,
+                    forward_step_func=forward_step,
                     data_iterator=loaders if interleaved else loaders[0],
                     model=self._chunks if interleaved else self._chunks[0],
                     num_microbatches=len(micro_batches),
@@ -249,12 +243,7 @@ class LoadedMicroBatch(NamedTuple):
 
 
 class MicroBatchLoader:
-    """Iterator over micro-batches that can load one ahead.
-
-    Args:
-        micro_batches: on the host.
-        load: copies one to the device without waiting.
-    """
+    """Iterator over micro-batches that can load one ahead; ``load`` copies one to the device without waiting."""
 
     def __init__(
         self, micro_batches: Sequence[PackedMicroBatch], load: Callable[[PackedMicroBatch], LoadedMicroBatch]

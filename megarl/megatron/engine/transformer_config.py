@@ -40,8 +40,6 @@ def build_transformer_config(
 
     Args:
         layout: the role's layout; it must fit the model (:func:`megarl.models.check_layout`).
-        options: number format, sequence parallelism, recomputation, user-set fields.
-        fused: use Transformer Engine's fused kernels.
 
     Raises:
         TypeError: ``options.transformer`` names a field that the installed Megatron-Core does not have.
@@ -111,7 +109,6 @@ def _shape(model: ModelConfig) -> dict[str, Any]:
 
 
 def _division(num_layers: int, layout: ParallelLayout, sequence_parallel: bool) -> dict[str, Any]:
-    """Parallel sizes and pipeline layout."""
     return {
         "tensor_model_parallel_size": layout.tp,
         "pipeline_model_parallel_size": layout.pp,

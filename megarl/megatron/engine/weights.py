@@ -30,9 +30,6 @@ class RankWeights:
     """The weights of one rank.
 
     Args:
-        chunks: the stage's model.
-        weight_map: maps parameters to Hugging Face tensors.
-        offload_manager: knows where the weights are.
         gather: called before weights are read or set: updates them to those of the last step. May communicate with all
             data-parallel ranks.
         adapters: merged into the weights that are read; None without LoRA.
@@ -75,18 +72,12 @@ class RankWeights:
         return dict(self._trained)
 
     def stored(self) -> dict[str, nn.Parameter]:
-        """Return the trained parameters, offloaded or not, by their names in the engine's ``trained_map``.
-
-        :meth:`~megarl.megatron.engine.offload.OffloadManager.memory` gives their memory.
-        """
+        """Return the trained parameters, offloaded or not, by their names in the engine's ``trained_map``."""
         self._gather()
         return dict(self._trained)
 
     def named(self) -> Mapping[str, Tensor]:
-        """Return the weights on the device, detached from autograd; only to be read.
-
-        Those with adapters are merged copies.
-        """
+        """Return the weights on the device, with merged adapters and detached; only to be read. May communicate."""
         self.gather_pending()
         weights = {name: param.detach() for name, param in self._params.items()}
         return weights if self._adapters is None else self._adapters.merged(weights)
@@ -135,9 +126,6 @@ class RankWeights:
         The other ranks wait for their turns outside collectives, because rank 0 writes large files meanwhile. The parts
         of one parameter are consecutive, so that whole tensors can be written early.
 
-        Args:
-            writer: creates the writer on rank 0.
-
         Raises:
             CheckpointError: on every rank, if rank 0 could not write.
         """
@@ -177,7 +165,6 @@ class RankWeights:
         return self._offload_manager.memory(self._params[param.name]).joined().view(param.shape)
 
     def _receive(self, param: LocalParam, owner: int, turns: RankTurns) -> Tensor:
-        """Receive a weight from its owner."""
         exact = any(self._map.is_float32(piece.hf_name) for piece in param.pieces)
         dtype = torch.float32 if exact else self._dtype
         part = torch.empty(param.shape, dtype=dtype, device=self._runtime.device)

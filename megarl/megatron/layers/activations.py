@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import math
-from typing import Any
+from collections.abc import Callable
+from functools import partial
+from typing import Any, NamedTuple
 
 import torch
 import torch.nn.functional as F
@@ -15,52 +17,44 @@ from megarl.models.model_config import ClampedGate
 _CACHED_BYTES = 2**19
 
 
-class _SwiGLU(torch.autograd.Function):
+class _Gating(NamedTuple):
+    """An elementwise function, and its derivative times an incoming gradient, written to ``grad_input``."""
+
+    value: Callable[[Tensor], Tensor]
+    slope: Callable[..., Tensor]
+
+
+_SILU = _Gating(F.silu, torch.ops.aten.silu_backward.grad_input)
+_GELU_TANH = _Gating(
+    partial(F.gelu, approximate="tanh"), partial(torch.ops.aten.gelu_backward.grad_input, approximate="tanh")
+)
+
+
+class _Gated(torch.autograd.Function):
     """Writes the gradient of both halves into one tensor, and saves only the input."""
 
     @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
+    def forward(ctx: Any, inputs: Tensor, gating: _Gating) -> Tensor:
         ctx.save_for_backward(inputs)
+        ctx.gating = gating
         gate, up = inputs.chunk(2, dim=-1)
-        return F.silu(gate).mul_(up)
+        return gating.value(gate).mul_(up)
 
     @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, None]:
         (inputs,) = ctx.saved_tensors
         result = torch.empty_like(inputs)
         rows = _rows_at_once(inputs)
         for part, grad, out in zip(inputs.split(rows), grads[0].split(rows), result.split(rows), strict=True):
             gate, up = part.chunk(2, dim=-1)
             grad_gate, grad_up = out.chunk(2, dim=-1)
-            torch.mul(F.silu(gate), grad, out=grad_up)
-            torch.ops.aten.silu_backward.grad_input(grad * up, gate, grad_input=grad_gate)
-        return result
-
-
-class _GeGLU(torch.autograd.Function):
-    """As :class:`_SwiGLU`."""
-
-    @staticmethod
-    def forward(ctx: Any, inputs: Tensor) -> Tensor:
-        ctx.save_for_backward(inputs)
-        gate, up = inputs.chunk(2, dim=-1)
-        return F.gelu(gate, approximate="tanh").mul_(up)
-
-    @staticmethod
-    def backward(ctx: Any, *grads: Tensor) -> Tensor:
-        (inputs,) = ctx.saved_tensors
-        result = torch.empty_like(inputs)
-        rows = _rows_at_once(inputs)
-        for part, grad, out in zip(inputs.split(rows), grads[0].split(rows), result.split(rows), strict=True):
-            gate, up = part.chunk(2, dim=-1)
-            grad_gate, grad_up = out.chunk(2, dim=-1)
-            torch.mul(F.gelu(gate, approximate="tanh"), grad, out=grad_up)
-            grad_gate.copy_(torch.ops.aten.gelu_backward(grad * up, gate, approximate="tanh"))
-        return result
+            torch.mul(ctx.gating.value(gate), grad, out=grad_up)
+            ctx.gating.slope(grad * up, gate, grad_input=grad_gate)
+        return result, None
 
 
 class _ClampedSwiGLU(torch.autograd.Function):
-    """As :class:`_SwiGLU`, with alternating columns of gates and ups."""
+    """As :class:`_Gated`, with alternating columns of gates and ups."""
 
     @staticmethod
     def forward(ctx: Any, inputs: Tensor, alpha: float, limit: float) -> Tensor:
@@ -93,17 +87,13 @@ def _rows_at_once(inputs: Tensor) -> int:
 
 
 class GatedActivation(nn.Module):
-    """A gated activation of ``[..., 2 * n]``; subclasses name its function.
+    """A gated activation of ``[..., 2 * n]``; subclasses name its function and the function's further arguments."""
 
-    Args:
-        arguments: further arguments of the function.
-    """
+    function: type[torch.autograd.Function] = _Gated
+    arguments: tuple[Any, ...] = ()
 
-    function: type[torch.autograd.Function]
-
-    def __init__(self, config: TransformerConfig, *arguments: float) -> None:
+    def __init__(self, config: TransformerConfig) -> None:
         super().__init__()
-        self.arguments = arguments
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Compute ``[..., n]`` from ``[..., 2 * n]``."""
@@ -114,23 +104,20 @@ class GatedActivation(nn.Module):
 class SwiGLU(GatedActivation):
     """``silu(gate) * up``, the gate in the first half (https://arxiv.org/abs/2002.05202)."""
 
-    function = _SwiGLU
+    arguments = (_SILU,)
 
 
 class GeGLU(GatedActivation):
     """``gelu(gate) * up`` with the tanh approximation, the gate in the first half (https://arxiv.org/abs/2002.05202)."""
 
-    function = _GeGLU
+    arguments = (_GELU_TANH,)
 
 
 class ClampedSwiGLU(GatedActivation):
-    """Clamped gated activation with alternating gates and ups.
-
-    Args:
-        clamped: see :class:`~megarl.models.model_config.ClampedGate`.
-    """
+    """Clamped gated activation with alternating gates and ups."""
 
     function = _ClampedSwiGLU
 
     def __init__(self, config: TransformerConfig, *, clamped: ClampedGate) -> None:
-        super().__init__(config, clamped.alpha, clamped.limit)
+        super().__init__(config)
+        self.arguments = (clamped.alpha, clamped.limit)

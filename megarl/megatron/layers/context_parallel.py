@@ -129,9 +129,6 @@ def _attend_to_prefix(
         query: ``[count, heads, chunk, head_dim]``.
         key: ``[count, key-value heads, seen, head_dim]``; its last ``chunk`` tokens are those of the queries.
         value: ``[count, key-value heads, seen, width]``.
-        scale: of the scores.
-        window: see :func:`attend`.
-        sinks: see :func:`attend`.
     """
     chunk, seen = query.shape[2], key.shape[2]
     if sinks is not None:
@@ -187,17 +184,8 @@ class MicroBatchPart:
 
     def to(self, device: torch.device) -> MicroBatchPart:
         """Copy the tensors to ``device``."""
-        return replace(
-            self,
-            tokens=copy_to(self.tokens, device),
-            positions=copy_to(self.positions, device),
-            ends=copy_to(self.ends, device),
-            read_at=copy_to(self.read_at, device),
-            targets=copy_to(self.targets, device),
-            local_indices=copy_to(self.local_indices, device),
-            sources=copy_to(self.sources, device),
-            shared=None if self.shared is None else self.shared.to(device),
-        )
+        moved: dict[str, Any] = {name: copy_to(t, device) for name, t in vars(self).items() if isinstance(t, Tensor)}
+        return replace(self, **moved, shared=None if self.shared is None else self.shared.to(device))
 
     def runs(self) -> tuple[tuple[int, int], ...]:
         """Return the runs of neighbouring whole sequences of equal length: (number of sequences, their length)."""
@@ -210,7 +198,6 @@ def context_parallel_part(
     """Cut out one context-parallel rank's part of a micro-batch.
 
     Args:
-        micro_batch: the same on all of them.
         multiple: every rank's number of tokens is a multiple of this; required by sequence parallelism.
 
     Raises:
@@ -253,10 +240,7 @@ def context_parallel_part(
 
 
 def stored_indices(micro_batch: PackedMicroBatch, ranks: int = 1, rank: int = 0, multiple: int = 1) -> Tensor:
-    """Return the micro-batch index of each token of one rank's part; -1 for padding.
-
-    The arguments are those of :func:`context_parallel_part`.
-    """
+    """Return a part's micro-batch indices, -1 for padding; arguments of :func:`context_parallel_part`."""
     count = micro_batch.num_tokens
     if micro_batch.shared is not None:
         return torch.cat([torch.arange(count), torch.full((-count % multiple,), -1)])
@@ -316,7 +300,6 @@ def rank_indices(lengths: Sequence[int], ranks: int, rank: int) -> Tensor:
 
     Args:
         lengths: of the sequences; multiples of ``2 * ranks``, unless there is one rank.
-        ranks: number of ranks that divide each sequence.
     """
     if ranks == 1:
         return torch.arange(sum(lengths))

@@ -41,11 +41,7 @@ class DeltaNetParts:
 
 
 def delta_net_spec(model: ModelConfig, column: Any, row: Any) -> ModuleSpec:
-    """Build the specification of a gated delta net, in place of a layer's attention.
-
-    Args:
-        column: a column-parallel linear layer without a norm.
-    """
+    """Build the specification of a gated delta net; ``column`` is a column-parallel linear layer without a norm."""
     return ModuleSpec(module=GatedDeltaNet, params={"model": model}, submodules=DeltaNetParts(column, row))
 
 
@@ -67,10 +63,7 @@ class NormWeight(nn.Module):
 
 
 class GatedDeltaNet(nn.Module):
-    """Gated delta net of one layer.
-
-    The arguments of the constructor and of ``forward`` are Megatron's, plus ``model``.
-    """
+    """Gated delta net of one layer, with Megatron's arguments plus ``model``."""
 
     def __init__(
         self,
@@ -113,13 +106,7 @@ class GatedDeltaNet(nn.Module):
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedSequences, **_: Any
     ) -> tuple[Tensor, None]:
-        """Compute the layer's output ``[tokens, 1, hidden]``, without bias.
-
-        Args:
-            hidden: ``[tokens (of this rank), 1, hidden]``.
-            attention_mask: ignored; the layer is causal within each sequence.
-            packed_seq_params: boundaries of the sequences.
-        """
+        """Compute ``[tokens, 1, hidden]``, without bias, from ``hidden [tokens (of this rank), 1, hidden]``."""
         qkvz, ba = self.in_proj_qkvz(hidden)[0][:, 0], self.in_proj_ba(hidden)[0][:, 0]
         mixed = self.linear.mixed_width // self.tp_group.size()
         qkv, gate = qkvz.split([mixed, qkvz.shape[-1] - mixed], dim=-1)
@@ -178,12 +165,7 @@ def in_rule_kernel(
     """Compute the delta rule in flash-linear-attention's kernel.
 
     Args:
-        kernel: see :func:`~megarl.megatron.layers.kernels.delta_rule_kernel`.
         query: see :func:`~megarl.models.delta_rule.chunked_delta_rule` for this and the next ones.
-        key: the same.
-        value: the same.
-        g: the same.
-        b: the same.
         ends: ``[sequences + 1]`` int32, cumulative sums of the sequences' lengths, from 0.
     """
     shared = value.shape[1] // key.shape[1]
@@ -195,14 +177,7 @@ def in_rule_kernel(
 
 
 def in_convolution_kernel(kernel: Callable[..., Any], inputs: Tensor, weight: Tensor, ends: Tensor) -> Tensor:
-    """Compute convolution and SiLU of ``inputs [tokens, channels]`` in the kernel of causal-conv1d.
-
-    Args:
-        kernel: see :func:`~megarl.megatron.layers.kernels.convolution_kernel`.
-        inputs: packed sequences.
-        weight: ``[channels, width]``.
-        ends: see :func:`in_rule_kernel`.
-    """
+    """Compute the convolution with ``weight [channels, width]``, and SiLU, of ``inputs [tokens, channels]``."""
     numbers = torch.arange(len(ends) - 1, dtype=torch.int32, device=ends.device)
     of_sequence = numbers.repeat_interleave(ends.diff(), output_size=len(inputs))
     # The kernel takes several sequences only with neighbouring channels in memory.

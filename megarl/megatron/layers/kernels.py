@@ -19,6 +19,7 @@ from torch import Tensor
 
 from megarl.base.compilers import fusion_error
 from megarl.megatron.runtime.transformer_engine import has_transformer_engine
+from megarl.models import ModelConfig
 from megarl.models.torch_attention import dot_product_attention
 
 logger = logging.getLogger(__name__)
@@ -28,8 +29,6 @@ class Kernels(NamedTuple):
     """Kernels of an engine.
 
     Attributes:
-        layers: of the decoder.
-        attention: within the layers.
         experts: of a mixture of experts; empty for a dense model.
         adam: of the optimizer; empty for inference.
         delta_nets: of gated delta nets; empty for a model without them.
@@ -59,70 +58,47 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype is torch.bfloat16 and has_transformer_engine()
 
 
-def kernels(
-    device: torch.device,
-    dtype: torch.dtype,
-    *,
-    trains: bool,
-    has_experts: bool = False,
-    has_windows: bool = False,
-    has_sinks: bool = False,
-    has_delta_nets: bool = False,
-    head_dims: tuple[int, int] = (128, 128),
-) -> Kernels:
-    """Select the kernels for a model of this number format on this device.
+def kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype, *, trains: bool) -> Kernels:
+    """Select the kernels for a model in this number format on this device.
 
     A model with sliding-window attention or sinks has torch's attention among Transformer Engine's other layers.
-
-    Args:
-        dtype: number format of the weights.
-        trains: whether there is an optimizer.
-        has_windows: whether it has sliding-window attention.
-        has_sinks: whether it has attention sinks.
-        has_delta_nets: whether it has gated delta nets.
-        head_dims: widths of a head's keys and values, which differ with latent attention.
     """
+    has_experts = model.experts is not None
     adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
-    packed = device.type == "cuda" and _packs(dtype, *head_dims)
+    value_dim = model.head_dim if model.latent is None else model.latent.v_dim
+    packed = device.type == "cuda" and _packs(dtype, model.head_dim, value_dim)
     attention = "torch's varlen_attn" if packed else "torch's, length by length"
-    if has_sinks:
+    if model.sinks:
         attention = f"torch's with sinks, {'in its flash kernels' if packed else 'in chunks'}"
     delta_nets = ""
-    if has_delta_nets:
+    if model.linear is not None:
         delta_nets = "flash-linear-attention's" if delta_rule_kernel(device, dtype) else "torch's, in chunks"
         delta_nets += " (convolution: causal-conv1d's)" if convolution_kernel(device) else ""
     if uses_transformer_engine(device, dtype):
         grouped = "Transformer Engine's (grouped)" if has_experts else ""
-        attention = attention if has_windows or has_sinks else "Transformer Engine's"
+        attention = attention if model.window is not None or model.sinks else "Transformer Engine's"
         return Kernels("Transformer Engine", attention, grouped, adam, delta_nets)
     return Kernels("torch", attention, "one after the other" if has_experts else "", adam, delta_nets)
 
 
 def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
     """Select the kernel of the delta rule: flash-linear-attention's on a GPU in half precision; None = torch's."""
-    return fla_delta_rule() if device.type == "cuda" and dtype in (torch.bfloat16, torch.float16) else None
+    if device.type != "cuda" or dtype not in (torch.bfloat16, torch.float16):
+        return None
+    return installed_kernel("fla.ops.gated_delta_rule", "chunk_gated_delta_rule")
 
 
 def convolution_kernel(device: torch.device) -> Callable[..., Any] | None:
     """Select the kernel of causal convolutions: that of causal-conv1d on a GPU; None = torch's."""
-    return packed_convolution() if device.type == "cuda" else None
+    return installed_kernel("causal_conv1d", "causal_conv1d_fn") if device.type == "cuda" else None
 
 
 @functools.cache
-def fla_delta_rule() -> Callable[..., Any] | None:
-    """Return flash-linear-attention's delta rule over packed sequences; None without the package."""
-    if importlib.util.find_spec("fla") is None:
+def installed_kernel(module: str, function: str) -> Callable[..., Any] | None:
+    """Return a function of an optional package; None without the package."""
+    if importlib.util.find_spec(module.partition(".")[0]) is None:
         return None
-    kernel: Callable[..., Any] = importlib.import_module("fla.ops.gated_delta_rule").chunk_gated_delta_rule
-    return kernel
-
-
-@functools.cache
-def packed_convolution() -> Callable[..., Any] | None:
-    """Return the causal convolution of the package causal-conv1d; None without the package."""
-    if importlib.util.find_spec("causal_conv1d") is None:
-        return None
-    kernel: Callable[..., Any] = importlib.import_module("causal_conv1d").causal_conv1d_fn
+    kernel: Callable[..., Any] = getattr(importlib.import_module(module), function)
     return kernel
 
 
@@ -212,15 +188,7 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, sca
     Every chunk of queries needs only the keys from one window before it: time and memory grow with the number of
     tokens, not with its square.
 
-    Args:
-        query: ``[sequences, heads, tokens, head_dim]``, of the last tokens.
-        key: ``[sequences, key-value heads, all tokens, head_dim]``.
-        value: like ``key``; its last dimension may differ.
-        window: tokens that a token attends to, itself included.
-        scale: of the scores; None = ``head_dim ** -0.5``.
-
-    Returns:
-        ``[sequences, heads, tokens, value's last dimension]``.
+    The arguments are those of :func:`causal_attention`; ``window`` counts the token itself.
     """
     count, seen = query.shape[2], key.shape[2]
     outputs = []

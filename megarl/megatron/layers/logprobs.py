@@ -71,17 +71,7 @@ class ReferenceHead(NamedTuple):
 
 
 class TokenOutputs(NamedTuple):
-    """Outputs for each target token; equal on all ranks of the group.
-
-    Attributes:
-        log_probs: log-probability of the target, ``[n]`` float32.
-        entropy: entropy of the distribution in nats, ``[n]`` float32; None if not requested.
-        is_argmax: whether no token has a higher probability than the target, ``[n]`` bool.
-        ref_kl: exact KL from policy to reference in nats, ``[n]`` float32; None if not requested.
-        ids_log_probs: log-probabilities of further tokens, ``[n, k]`` float32; None if not requested.
-        sum_pi_squared: sum of the squared probabilities of all tokens, ``[n]`` float32, without gradients; None if not
-            requested.
-    """
+    """Outputs of each target, as in ``PolicyOutputs``, ``[n]`` or ``[n, k]``; equal on all ranks of the group."""
 
     log_probs: Tensor
     entropy: Tensor | None
@@ -113,8 +103,6 @@ def vocab_parallel_outputs(
         targets: ``[n]`` int64 token ids below ``vocab_size``, the same on every rank.
         vocab_size: real size of the vocabulary; later columns are padding and get no probability.
         temperature: divisor of the logits; must be positive.
-        with_entropy: also compute the entropy.
-        with_sum_pi_squared: also compute the sum of the squared probabilities.
         reference: also compute the KL to this distribution, at the same temperature.
         ids: also compute the log-probabilities of these tokens at each position, ``[n, k]`` int64, distinct and below
             ``vocab_size``, the same on every rank.
@@ -132,11 +120,8 @@ def vocab_parallel_outputs(
 
 
 class TopTokens(NamedTuple):
-    """The most probable tokens of each distribution, by descending probability; equal on all ranks of the group.
-
-    Attributes:
-        ids: token ids, ``[n, k]`` int32.
-        log_probs: their log-probabilities, ``[n, k]`` float32.
+    """The most probable tokens by descending probability, int32 ids and float32 log-probs ``[n, k]``; equal on all
+    ranks.
     """
 
     ids: Tensor
@@ -156,9 +141,6 @@ def vocab_parallel_top_tokens(
 
     Args:
         logits: as for :func:`vocab_parallel_outputs`.
-        vocab_size: real size of the vocabulary; later columns get no probability.
-        temperature: divisor of the logits.
-        group: the ranks that hold the other columns.
 
     Raises:
         ValueError: the vocabulary is smaller than ``count``.
@@ -235,6 +217,7 @@ class _TokenOutputs(torch.autograd.Function):
         column, is_local = settings.local_columns(targets, logits.shape[1])
         ids_column, ids_local = (None, None) if ids is None else settings.local_columns(ids, logits.shape[1])
         ids_log_probs = None if ids is None else torch.zeros_like(ids, dtype=torch.float32)
+        # Seven numbers per token, saved for the backward: outputs, and maximum and sum of exponentials of both models.
         results = torch.empty(7, len(targets), dtype=torch.float32, device=logits.device)
         log_probs, entropy, kl, maximum, total, ref_maximum, ref_total = results
         squares = torch.empty_like(log_probs) if settings.with_sum_pi_squared else None
@@ -252,7 +235,7 @@ class _TokenOutputs(torch.autograd.Function):
                 if real:
                     ids_log_probs[rows] = shifted.gather(1, ids_column[rows]) * ids_local[rows]
                 ids_log_probs[rows] = settings.all_reduce(ids_log_probs[rows]) - total[rows, None].log()
-            if reference is not None:
+            if reference is not None:  # last, since it overwrites `shifted`
                 ref_maximum[rows], ref_total[rows], kl[rows] = _kl(
                     shifted, total[rows], reference.logits(rows, real), settings
                 )
@@ -344,11 +327,7 @@ def _sums(shifted: Tensor, column: Tensor, is_local: Tensor, settings: _Settings
 
 
 def _kl(shifted: Tensor, total: Tensor, ref_logits: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor]:
-    """Compute the exact KL of a chunk; overwrites ``shifted`` and communicates.
-
-    Returns:
-        The reference's maximum and sum of exponentials, and the KL, ``[n]`` each.
-    """
+    """Return the reference's maximum and sum of exponentials, and the KL; overwrites ``shifted``, communicates."""
     ref_maximum = _maximum(ref_logits, settings)
     ref_shifted = _shifted(ref_logits, ref_maximum, settings)
     ref_total = settings.all_reduce(ref_shifted.exp().sum(-1))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -41,9 +41,6 @@ class LowRankAdapter(nn.Module):
     all tokens, and the ranks' input gradients (of a row-parallel layer: outputs) are summed later.
 
     Args:
-        local: the rank's shards.
-        scale: factor of the output.
-        group: the ranks that share the layer.
         sequence_parallel: the layer's inputs or outputs are split over the group by sequence.
     """
 
@@ -107,11 +104,7 @@ class LowRankAdapter(nn.Module):
         return (self.owned[:, :, None] * self.b[:, None, :]).flatten(1)
 
     def forward(self, inputs: Tensor, output: Tensor, weight: Tensor, bias: Tensor | None = None) -> Tensor:
-        """Apply the adapters to the layer's output, ``[..., rows]``.
-
-        Args:
-            bias: the bias in the output; None without one.
-        """
+        """Apply the adapters to the layer's output, ``[..., rows]``."""
         return self._rescaled(output + self._added(inputs), weight, bias)
 
     def in_float32(self, inputs: Tensor, logits: Tensor, weight: Tensor) -> Tensor:
@@ -179,23 +172,18 @@ class LowRankAdapter(nn.Module):
 
     def _exchanged(self, low: Tensor) -> Tensor:
         """``A x`` of all tokens that this rank's part of B multiplies."""
-        exchange = {
-            (AdapterSplit.COLUMN, True): gather_from_sequence_parallel_region,
-            (AdapterSplit.COLUMN, False): copy_to_tensor_model_parallel_region,
-            (AdapterSplit.ROW, True): reduce_scatter_to_sequence_parallel_region,
-            (AdapterSplit.ROW, False): reduce_from_tensor_model_parallel_region,
-        }.get((self.split, self.sequence_parallel))
+        by_sequence, exchange = self.sequence_parallel, None
+        if self.split is AdapterSplit.COLUMN:  # every rank has rows of B, for all tokens
+            exchange = gather_from_sequence_parallel_region if by_sequence else copy_to_tensor_model_parallel_region
+        elif self.split is AdapterSplit.ROW:  # every rank's columns of A give a summand
+            sums_and_splits, sums = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
+            exchange = sums_and_splits if by_sequence else sums
         result: Tensor = low if exchange is None else exchange(low, group=self.group)
         return result
 
     @torch.no_grad()
     def merged(self, weight: Tensor, factors: Tensor | None) -> Tensor:
-        """Return the layer's weight with the adapters merged, computed in float32 and rounded once.
-
-        Args:
-            weight: the layer's weight, which is not changed.
-            factors: the :meth:`factors` of its rows.
-        """
+        """Return the layer's weight with the adapters merged, computed in float32 and rounded once."""
         result = weight.detach().float().clone()
         result.index_add_(0, self.rows, self.spread_b().float() @ self.a.float(), alpha=self.scale)
         if factors is not None:
@@ -305,11 +293,7 @@ class _MergedWeights(Mapping[str, Tensor]):
 
 
 def add_adapters(chunks: Sequence[GPTModel], adapter_map: AdapterMap, runtime: Runtime) -> Adapters:
-    """Freeze the model, except a scalar head, and add its adapters; before it is wrapped for data parallelism.
-
-    Args:
-        chunks: modules of this stage.
-    """
+    """Freeze the model, except a scalar head, and add its adapters; before it is wrapped for data parallelism."""
     local = {adapter.weight: adapter for adapter in adapter_map.adapters(runtime.layout, runtime.rank)}
     first = first_expert(adapter_map.model, runtime)
     layers = {}
@@ -359,22 +343,13 @@ def initial_a(adapter_map: AdapterMap, param: LocalParam) -> Tensor:
         generator = torch.Generator().manual_seed(derive_seed(options.seed, piece.hf_name))
         rows, columns = shapes[piece.hf_name]
         whole = torch.empty(rows, columns)
-        draw = _DRAWS[options.initial_a]
-        draw(whole, generator)
+        if options.initial_a == "kaiming":
+            bound = 1 / math.sqrt(columns)
+            whole.uniform_(-bound, bound, generator=generator)
+        else:  # xavier
+            whole.normal_(0, math.sqrt(2 / (rows + columns)), generator=generator)
         result[piece.at[0] : piece.at[0] + rows] = whole[:, piece.start[1] : piece.stop[1]]
     return result
-
-
-def _kaiming(values: Tensor, generator: torch.Generator) -> None:
-    bound = 1 / math.sqrt(values.shape[1])
-    values.uniform_(-bound, bound, generator=generator)
-
-
-def _xavier(values: Tensor, generator: torch.Generator) -> None:
-    values.normal_(0, math.sqrt(2 / sum(values.shape)), generator=generator)
-
-
-_DRAWS: Mapping[str, Callable[[Tensor, torch.Generator], None]] = {"kaiming": _kaiming, "xavier": _xavier}
 
 
 def _adapt_output(layer: Any, args: tuple[Tensor, ...], output: Any) -> Any:

@@ -30,11 +30,7 @@ from megarl.models.rope import softmax_scale
 
 @dataclass
 class LatentAttentionParts:
-    """The layers that differ between Megatron's and Transformer Engine's specifications.
-
-    Attributes:
-        core_attention: attention over given queries, keys and values.
-    """
+    """The layers that differ between Megatron's and Transformer Engine's specifications."""
 
     column: Any = None
     row: Any = None
@@ -45,7 +41,6 @@ def latent_attention_spec(model: ModelConfig, attention: ModuleSpec, column: Any
     """Build the specification of a layer's latent attention.
 
     Args:
-        attention: the specification of plain attention to replace.
         column: a column-parallel linear layer without a norm.
     """
     parts = LatentAttentionParts(column, attention.submodules.linear_proj, attention.submodules.core_attention)
@@ -134,7 +129,6 @@ class LatentAttention(nn.Module):
         Args:
             hidden: ``[tokens (of this rank), 1, hidden]``.
             attention_mask: ignored; the mask is causal within each sequence.
-            packed_seq_params: boundaries of the sequences, and each token's rotation.
         """
         query, key, value = self._heads(hidden, packed_seq_params)
         # The core attention would rotate whole heads.

@@ -62,11 +62,7 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, grouped: bool
 
 
 def expert_layer_spec(experts: Experts, *, fused: bool, grouped: bool) -> ModuleSpec:
-    """Build the specification of a layer's experts, in place of its dense MLP.
-
-    Args:
-        grouped: compute all experts of a rank in one kernel; otherwise one after the other.
-    """
+    """Build the specification of a layer's experts, in place of its dense MLP."""
     # One by one, experts with biases have Megatron's layers: it adds a bias in place.
     fused = fused and (grouped or not experts.biases)
     spec = get_moe_module_spec(use_te=fused, num_experts=experts.count, moe_grouped_gemm=grouped)
@@ -89,10 +85,7 @@ def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
     Megatron sets the mark only if experts are divided, not if expert and dense layers have different tensor-parallel
     sizes. Without it Megatron would sum gradients over the wrong ranks. Biases of experts are marked like their
     weights: Megatron would sum their gradients over tensor-parallel ranks, which have other tokens or experts, and
-    count them in the gradient norm on the first of these ranks only.
-
-    Args:
-        module: a chunk of the model, before it is wrapped for data parallelism.
+    count them in the gradient norm on the first of these ranks only. Call this before the chunk is wrapped.
     """
     for name, param in module.named_parameters():
         if ".mlp.experts." not in name:
@@ -108,10 +101,7 @@ def drop_autograd_graphs(module: nn.Module) -> None:
     """Drop the last micro-batch's autograd graph, which Megatron's dispatchers keep.
 
     The graph refers to the model through memory of torch that Python's garbage collector cannot see. With it the model,
-    its process groups and their threads would never be freed.
-
-    Args:
-        module: a chunk of the model, after its backward pass.
+    its process groups and their threads would never be freed. Call this after the backward pass.
     """
     for layer in module.modules():
         dispatcher = getattr(layer, "token_dispatcher", None)
@@ -139,7 +129,6 @@ class ExpertRouter(nn.Module):
         weight: ``[experts, hidden]``, on every rank.
         bias: ``[experts]``, likewise; None without one.
         expert_bias: ``[experts]`` float32 if the family has a correction bias; never trained.
-        lora: low-rank adapter of the logits; None without one.
         state: loads, losses and routes of the current pass; None outside of an engine.
     """
 
@@ -174,7 +163,6 @@ class ExpertRouter(nn.Module):
 
         Args:
             hidden: ``[tokens, 1, hidden]``.
-            padding_mask: ignored: there is no padding.
 
         Returns:
             Weights ``[tokens, experts]`` float32, 0 for experts that were not selected, and a bool mask of the selected

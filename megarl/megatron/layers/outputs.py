@@ -75,8 +75,6 @@ class OutputOptions(NamedTuple):
     """Requested outputs of a language model; a critic has no options.
 
     Attributes:
-        temperature: divisor of the logits.
-        with_entropy: also compute the entropies.
         ref_head: the reference's output layer, to compute the exact KL to it. The micro-batches must then have a column
             :data:`~megarl.megatron.layers.logprobs.REF_HIDDEN`. Used on the last stage.
         record_routes: also return the experts of every token; by a pass without gradients.
@@ -85,7 +83,6 @@ class OutputOptions(NamedTuple):
         top: also find as many most probable tokens per position, without gradients; 0 = none.
         vocab_size: all distributions are over the tokens with smaller ids, as for a teacher whose output layer has more
             tokens than the student's; None = the model's vocabulary.
-        with_sum_pi_squared: also compute the sum of the squared probabilities, without gradients.
         teacher_heads: the teachers' output layers, to compute the exact KL of each token to its teacher, like
             ``ref_head`` and without it; by the column :data:`~megarl.megatron.layers.logprobs.TEACHER_HIDDEN`, and with
             several teachers :data:`~megarl.megatron.layers.logprobs.TEACHER_NUMBER`.
@@ -122,9 +119,6 @@ def policy_outputs(
 
     Args:
         logits: ``[this rank's response tokens, padded vocabulary / tensor-parallel size]``.
-        micro_batch: the whole micro-batch, on the device of the logits.
-        options: requested outputs.
-        vocab_size: real size of the model's vocabulary.
     """
     vocab_size = min(vocab_size, options.vocab_size or vocab_size)
     top = None
@@ -183,8 +177,6 @@ def mean_of_rows(
 
     Args:
         hidden: ``[this rank's response tokens, hidden]``.
-        micro_batch: the whole micro-batch, on the device of ``hidden``.
-        group: the context-parallel ranks.
 
     Returns:
         ``[rows, hidden]`` float32, the same on every rank of the group; zeros for a row without marked tokens.

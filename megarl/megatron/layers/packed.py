@@ -152,11 +152,6 @@ class PackedMicroBatch:
         """Number of computed tokens, prompts included."""
         return len(self.tokens)
 
-    @property
-    def num_response_tokens(self) -> int:
-        """Number of predicted tokens."""
-        return len(self.targets)
-
     def per_row(self, values: Tensor) -> tuple[Tensor, ...]:
         """Split ``values [tokens, ...]`` into one tensor per row, over the tokens of prompt and response."""
         whole = values if self.shared is None else values[self.shared.spread]
@@ -193,8 +188,6 @@ class _Store:
     """Storage positions of each row's parts: group after group, a group's prompt before its responses.
 
     Attributes:
-        prompts: tokens of each row's prompt.
-        responses: tokens of each row's response.
         order: rows by the length of their sequence, the order of whole sequences.
         families: rows with one prompt, in the order of their first.
         prompt_at: index of the first prompt token of each row.

@@ -9,25 +9,13 @@ of outputs and their gradients.
 
 from __future__ import annotations
 
-from typing import Any, Protocol
+from typing import Any
 
 import torch
 from torch import Tensor
 
 NO_WINDOW = -1
 """The kernels' size of a window without limit."""
-
-
-class FlashKernel(Protocol):
-    """A flash kernel without sinks, over tokens ``[tokens, heads, head_dim]``."""
-
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Return the output and the logarithms of the denominators, ``[heads, tokens]`` float32."""
-
-    def backward(
-        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, totals: Tensor
-    ) -> tuple[Tensor, Tensor, Tensor]:
-        """Return the gradients of queries, keys and values; ``totals`` are the logarithms of the denominators."""
 
 
 class PackedFlashKernel:
@@ -37,7 +25,6 @@ class PackedFlashKernel:
         query_ends: ``[sequences + 1]`` int32, cumulative numbers of queries, from 0.
         key_ends: the same of keys.
         longest: largest numbers of queries and of keys of a sequence.
-        scale: of the scores.
         window: tokens that a token attends to, itself included; None = all earlier ones.
     """
 
@@ -51,7 +38,7 @@ class PackedFlashKernel:
         self._random: tuple[Tensor, Tensor] | None = None
 
     def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-        """Compute the attention and its log-sum-exp."""
+        """Compute the attention, and the logarithms of the denominators, ``[heads, tokens]`` float32."""
         output, totals, *state, _ = torch.ops.aten._flash_attention_forward(
             query, key, value, *self._sequences, 0.0, self._is_causal, False, **self._options
         )
@@ -61,7 +48,7 @@ class PackedFlashKernel:
     def backward(
         self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, totals: Tensor
     ) -> tuple[Tensor, Tensor, Tensor]:
-        """Compute the gradients of query, key and value."""
+        """Compute the gradients of query, key and value; ``totals`` are the logarithms of the denominators."""
         assert self._random is not None, "the forward precedes the backward"
         saved = (query, key, value, output, totals)
         result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
@@ -70,7 +57,7 @@ class PackedFlashKernel:
         return result
 
 
-def flash_sink_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
+def flash_sink_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: PackedFlashKernel) -> Tensor:
     """Compute attention with sinks in a flash kernel; differentiable.
 
     Args:
@@ -78,10 +65,6 @@ def flash_sink_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tenso
         key: ``[keys, key-value heads, head_dim]``.
         value: like ``key``.
         sinks: ``[heads]``, logits.
-        kernel: computes attention without sinks.
-
-    Returns:
-        The shape of ``query``.
     """
     result: Tensor = _FlashSinkAttention.apply(query, key, value, sinks, kernel)
     return result
@@ -103,7 +86,9 @@ def flash_prefix_attention(
 
 class _FlashSinkAttention(torch.autograd.Function):
     @staticmethod
-    def forward(ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: FlashKernel) -> Tensor:
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: PackedFlashKernel
+    ) -> Tensor:
         plain, logarithms = kernel.forward(query, key, value)
         totals = torch.logaddexp(logarithms, sinks.float()[:, None])
         output = plain * torch.exp(logarithms - totals).t()[..., None].to(plain.dtype)

@@ -48,13 +48,7 @@ class RoutedTokens:
 
     @classmethod
     def of(cls, micro_batch: PackedMicroBatch, runtime: Runtime, multiple: int) -> RoutedTokens:
-        """Cut out this rank's tokens, on its device.
-
-        Args:
-            micro_batch: on the host.
-            multiple: see :func:`~megarl.megatron.layers.context_parallel.context_parallel_part`; the tensor-parallel
-                size.
-        """
+        """Cut out this rank's tokens, on its device."""
         device, stored = runtime.device, local_indices(micro_batch, runtime, multiple)
         local = torch.full((micro_batch.num_tokens,), -1)
         local[stored[stored >= 0]] = (stored >= 0).nonzero()[:, 0]
@@ -114,8 +108,6 @@ class RoutingPass:
     """One run of the schedule over micro-batches.
 
     Attributes:
-        trains: the pass has a backward.
-        records: routers keep their routes.
         sequences: sequences of the mini-batch, over all data-parallel ranks; for :class:`BalanceLosses`.
     """
 
@@ -189,7 +181,6 @@ class RouterState:
         """Attach :class:`BalanceLosses` of a router's ``logits`` to ``values``; communicates.
 
         Args:
-            values: a differentiable output of the router.
             logits: ``[tokens, experts]`` float32.
             first: count the losses in the metrics: this is not a recomputation.
         """
@@ -228,8 +219,6 @@ class Routing:
         chunks: unwrapped modules of this rank's chunks of layers.
 
     Attributes:
-        balance: losses on the routers' logits.
-        run: the current pass.
         current: tokens of the micro-batch whose forward pass runs.
         sharers: ranks that divide the tokens of a sequence.
     """
@@ -287,9 +276,6 @@ class Routing:
 
     def recorded(self, micro_batches: Sequence[PackedMicroBatch]) -> list[Tensor]:
         """Gather the routes of the pass from all ranks that share the sequences; communicates.
-
-        Args:
-            micro_batches: those of the pass.
 
         Returns:
             ``[tokens, expert layers, per token]`` int16 per micro-batch, in host memory, on every rank.

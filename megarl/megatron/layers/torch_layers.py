@@ -52,15 +52,7 @@ class PackedSequences(PackedSeqParams):
 def build_linear(
     kind: Any, inputs: int, outputs: int, config: TransformerConfig, tp_group: dist.ProcessGroup, **options: Any
 ) -> Any:
-    """Build one of Megatron's linear layers without bias.
-
-    Args:
-        kind: the layer's class or specification.
-        inputs: width of the input.
-        outputs: width of the output.
-        tp_group: tensor-parallel ranks that divide the layer.
-        **options: further arguments.
-    """
+    """Build one of Megatron's linear layers without bias."""
     return build_module(kind, inputs, outputs, config=config, bias=False, is_expert=False, tp_group=tp_group, **options)
 
 
@@ -81,10 +73,7 @@ class RMSNorm(nn.Module):
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
 
     def forward(self, inputs: Tensor) -> Tensor:
-        """Compute ``inputs / rms(inputs) * weight``, in the shape and dtype of the inputs.
-
-        Zero-centered weights are added to 1, in float32.
-        """
+        """Compute ``inputs / rms(inputs) * weight`` in their dtype; zero-centered weights are added to 1."""
         result: Tensor = _RMSNorm.apply(inputs, self.weight, self.eps, self.offset)
         return result
 
@@ -94,11 +83,6 @@ class RMSNormOverHeads(nn.Module):
 
     Ranks sum the squares of their heads, and in the backward their products with the gradient. Every rank has the whole
     weight and uses the part of its heads: Megatron sums the gradients of the norms on queries and keys over the ranks.
-
-    Args:
-        heads: heads of all ranks.
-        hidden_size: width of a head.
-        eps: added to the mean square.
     """
 
     def __init__(self, config: TransformerConfig, heads: int, hidden_size: int, eps: float) -> None:
@@ -131,11 +115,7 @@ class RMSNormOverKeys(RMSNormOverHeads):
 
 
 class NormedResidual(nn.Module):
-    """Adds the norm of a layer's output to the residual, in place of Megatron's bias, dropout and addition.
-
-    Args:
-        norm: builds the norm.
-    """
+    """Adds the norm of a layer's output to the residual, in place of Megatron's bias, dropout and addition."""
 
     def __init__(self, norm: Callable[[], nn.Module]) -> None:
         super().__init__()
@@ -201,7 +181,6 @@ class PackedAttention(nn.Module):
             key: ``[tokens, key-value heads, head_dim]``, before rotation.
             value: like ``key``; its last dimension may differ.
             attention_mask: ignored; the mask is causal within each sequence, and within the window.
-            packed_seq_params: boundaries of the sequences; queries and keys are rotated if it has a rotation.
         """
         rotation = packed_seq_params.rotation
         if self.window is not None and packed_seq_params.window_rotation is not None:
@@ -275,9 +254,6 @@ class SharedPromptAttention(nn.Module):
             query: ``[stored tokens, heads, head_dim]``.
             key: ``[stored tokens, key-value heads, head_dim]``.
             value: like ``key``; its last dimension may differ.
-            args: passed to the kernel.
-            packed_seq_params: boundaries of the whole sequences; queries and keys are rotated if it has a rotation.
-            options: passed to the kernel.
         """
         if packed_seq_params.rotation is not None:
             query, key = (rotate(heads, *packed_seq_params.rotation) for heads in (query, key))

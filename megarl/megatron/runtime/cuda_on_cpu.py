@@ -180,11 +180,7 @@ def _replace(owner: Any, name: str, replacement: Any) -> None:
 
 
 def gather_uneven(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Extend Megatron's gather along the first dimension to parts of different sizes.
-
-    Args:
-        even: Megatron's function, used for parts of equal size.
-    """
+    """Extend Megatron's gather along the first dimension (``even``) to parts of different sizes."""
 
     def gather(
         part: Tensor,
@@ -206,11 +202,7 @@ def gather_uneven(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
 
 
 def reduce_scatter_uneven(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """Extend Megatron's reduce-scatter to parts of different sizes.
-
-    Args:
-        even: Megatron's function, used for parts of equal size.
-    """
+    """Extend Megatron's reduce-scatter to parts of different sizes."""
 
     def reduce_scatter(
         whole: Tensor,

@@ -15,7 +15,6 @@ class DeviceMemory(NamedTuple):
 
     Attributes:
         used: by all processes.
-        total: of the device.
         reserved: by torch's allocator in this process.
         process: by this process; None if NVML does not tell, as in a container with process numbers of its own.
     """

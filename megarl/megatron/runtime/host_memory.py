@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import logging
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
@@ -22,18 +21,12 @@ logger = logging.getLogger(__name__)
 
 
 class HostBuffer:
-    """Host memory in chunks that receives tensors one after the other; grows as needed and is kept for reuse.
+    """Host memory in chunks, page-locked for a GPU, that receives tensors one after the other and is reused."""
 
-    Args:
-        device: source of the copies; for a GPU the memory is page-locked.
-        chunk_bytes: see :data:`CHUNK_BYTES`; rounded up to :data:`ALIGNMENT`.
-    """
-
-    def __init__(self, device: torch.device, chunk_bytes: int = CHUNK_BYTES) -> None:
+    def __init__(self, device: torch.device) -> None:
         self._device = device
-        self._size = aligned(chunk_bytes)
+        self._size = aligned(CHUNK_BYTES)
         self._chunks: list[Tensor] = []
-        self._growth: threading.Thread | None = None
 
     @property
     def nbytes(self) -> int:
@@ -41,24 +34,17 @@ class HostBuffer:
         return sum(len(chunk) for chunk in self._chunks)
 
     def reserve(self, nbytes: int) -> None:
-        """Allocate memory for ``nbytes`` in total; waits for an allocation in the background."""
-        if self._growth is not None:
-            self._growth.join()
-            self._growth = None
-        self._grow(nbytes)
-
-    def reserve_in_background(self, nbytes: int) -> None:
-        """Allocate memory for ``nbytes`` in total in a thread, while this process waits for other phases."""
-        self.reserve(0)
-        self._growth = threading.Thread(target=self._try_to_grow, args=(nbytes,), name="host memory", daemon=True)
-        self._growth.start()
+        """Allocate memory for ``nbytes`` in total."""
+        missing = -(-nbytes // self._size) - len(self._chunks)
+        started, pinned = time.monotonic(), self._device.type == "cuda"
+        for _ in range(missing):
+            self._chunks.append(torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned))
+        seconds = time.monotonic() - started
+        if missing > 0 and seconds > LOGGED_SECONDS:
+            logger.info("allocated %.1f GiB of host memory in %.1f s", missing * self._size / 2**30, seconds)
 
     def write(self, data: Sequence[Tensor]) -> list[int]:
-        """Copy flat byte tensors into the buffer from its start; the copies may be asynchronous.
-
-        Returns:
-            Offset of each.
-        """
+        """Copy flat byte tensors into the buffer from its start, maybe asynchronously; return the offset of each."""
         offsets, end = [], 0
         for source in data:
             offsets.append(end)
@@ -92,33 +78,9 @@ class HostBuffer:
             yield piece, tensor[start : start + len(piece)]
             start += len(piece)
 
-    def _grow(self, nbytes: int) -> None:
-        missing = -(-nbytes // self._size) - len(self._chunks)
-        started, pinned = time.monotonic(), self._device.type == "cuda"
-        for _ in range(missing):
-            self._chunks.append(torch.empty(self._size, dtype=torch.uint8, pin_memory=pinned))
-        seconds = time.monotonic() - started
-        if missing > 0 and seconds > LOGGED_SECONDS:
-            logger.info("allocated %.1f GiB of host memory in %.1f s", missing * self._size / 2**30, seconds)
-
-    def _try_to_grow(self, nbytes: int) -> None:
-        """Body of the thread; :meth:`reserve` meets a failure again, where it can be raised."""
-        try:
-            if self._device.type == "cuda":
-                torch.cuda.set_device(self._device)  # the current device is per thread
-            self._grow(nbytes)
-        except RuntimeError as error:
-            logger.warning("allocating %.1f GiB of host memory failed: %s", nbytes / 2**30, error)
-
 
 class HostCopy(NamedTuple):
-    """A copy of some storages in host memory.
-
-    Attributes:
-        buffer: holds their bytes.
-        offsets: offset of each storage there.
-        sizes: bytes of each storage.
-    """
+    """A copy of some storages in host memory, with the offset and the bytes of each."""
 
     buffer: HostBuffer
     offsets: list[int]

@@ -53,16 +53,12 @@ class Runtime:
     """One process's rank, device and process groups.
 
     Attributes:
-        rank: rank in the role.
-        device: device of this process's tensors.
         tp_group: tensor-parallel ranks, which share each layer with this one.
         pp_group: the pipeline of this rank's stage.
         dp_group: data-parallel ranks: same weights, other rows.
         cp_group: context-parallel ranks, which share each sequence with this one.
         dp_cp_group: all ranks with the same weights.
-        ep_group: expert-parallel ranks, which divide the experts with this one.
         etp_group: expert-tensor-parallel ranks, which share each expert with this one.
-        edp_group: ranks with the same experts.
         barrier: waits without a time limit of collectives.
     """
 
@@ -74,9 +70,7 @@ class Runtime:
     dp_group: dist.ProcessGroup = field(repr=False)
     cp_group: dist.ProcessGroup = field(repr=False)
     dp_cp_group: dist.ProcessGroup = field(repr=False)
-    ep_group: dist.ProcessGroup = field(repr=False)
     etp_group: dist.ProcessGroup = field(repr=False)
-    edp_group: dist.ProcessGroup = field(repr=False)
     barrier: StoreBarrier = field(repr=False)
 
     @property
@@ -109,8 +103,6 @@ def init_runtime(
     """Join the process group of a role and set Megatron's parallel state; once per process.
 
     Args:
-        world_size: number of processes that will join.
-        master_addr: host of rank 0.
         master_port: free port there; rank 0 listens on it, on this address only.
         device: ``cpu``, ``cuda`` or ``auto`` (CUDA if available).
         seed: seed of the role; tensor-parallel ranks and stages derive theirs from it like Megatron.
@@ -163,9 +155,7 @@ def init_runtime(
         dp_group=parallel_state.get_data_parallel_group(),
         cp_group=parallel_state.get_context_parallel_group(),
         dp_cp_group=parallel_state.get_data_parallel_group(with_context_parallel=True),
-        ep_group=parallel_state.get_expert_model_parallel_group(),
         etp_group=parallel_state.get_expert_tensor_parallel_group(),
-        edp_group=parallel_state.get_expert_data_parallel_group(),
         barrier=StoreBarrier(rank, world_size),
     )
 
@@ -195,7 +185,6 @@ def all_ranks_or_raise(runtime: Runtime, action: Callable[[], _T], doing: str) -
 
     Args:
         action: must not communicate.
-        doing: description of the action, for the message.
 
     Raises:
         CheckpointError: on every rank, if the action raised on any; names the rank and the reason.
@@ -221,7 +210,6 @@ def gather_apply_scatter(runtime: Runtime, value: Any, action: Callable[[list[An
 
     Args:
         action: maps the values, by rank, to the results, by rank; runs on rank 0.
-        doing: description of the action, for the message.
 
     Raises:
         CheckpointError: on every rank, if ``action`` raised.

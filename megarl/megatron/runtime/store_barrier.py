@@ -23,24 +23,15 @@ class StoreBarrier:
     """Lets all ranks of a role wait for each other, or for their turn, without a collective.
 
     All ranks must make the same calls in the same order.
-
-    Args:
-        size: number of ranks, all of the default process group.
-        longest_wait_s: see :data:`LONGEST_WAIT_S`.
     """
 
-    def __init__(self, rank: int, size: int, longest_wait_s: float = LONGEST_WAIT_S) -> None:
+    def __init__(self, rank: int, size: int) -> None:
         self._rank = rank
         self._size = size
-        self._longest_wait_s = longest_wait_s
         self._numbers = itertools.count()
 
     def wait_for_all(self) -> None:
-        """Wait until every rank has called this.
-
-        Raises:
-            CheckpointError: some have not within the longest wait.
-        """
+        """Wait until every rank has called this; raises CheckpointError after the longest wait."""
         key = f"megarl/all/{next(self._numbers)}"
         if self._size > 1:
             store = _get_default_store()
@@ -58,12 +49,12 @@ class StoreBarrier:
         Raises:
             CheckpointError: the key ``failed`` appeared, or nothing did within the longest wait.
         """
-        pause, end = _FIRST_PAUSE_S, time.monotonic() + self._longest_wait_s
+        pause, end = _FIRST_PAUSE_S, time.monotonic() + LONGEST_WAIT_S
         while not store.check([key]):
             if failed and store.check([failed]):
                 raise CheckpointError(f"rank 0 failed: {store.get(failed).decode()}", code="checkpoint.rank-failed")
             if time.monotonic() > end:
-                text = f"a rank waited {self._longest_wait_s:.0f} s for the others"
+                text = f"a rank waited {LONGEST_WAIT_S:.0f} s for the others"
                 raise CheckpointError(text, code="checkpoint.rank-timeout")
             time.sleep(pause)
             pause = min(2 * pause, _LONGEST_PAUSE_S)
@@ -88,11 +79,7 @@ class RankTurns:
         _get_default_store().set(f"{self._key}/failed", reason)
 
     def wait(self) -> None:
-        """Wait for the next turn of this rank; for the ranks other than 0.
-
-        Raises:
-            CheckpointError: rank 0 failed, or gave no turn within the longest wait.
-        """
+        """Wait for this rank's next turn; raises if rank 0 failed, or gave none within the longest wait."""
         self._taken += 1
         store, key = _get_default_store(), f"{self._key}/{self._rank}/{self._taken}"
         self._barrier.wait_for_key(store, key, f"{self._key}/failed")

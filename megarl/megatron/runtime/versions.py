@@ -31,10 +31,7 @@ def supported_arguments(config: type, arguments: Mapping[str, Any]) -> dict[str,
 
 
 def submodules_of(spec: Any) -> Any:
-    """Return the submodules of a module's specification, to read or replace.
-
-    Later releases write a module and its submodules as a ``functools.partial``, earlier ones as a ``ModuleSpec``.
-    """
+    """Return a specification's submodules: later releases have a ``functools.partial``, earlier a ``ModuleSpec``."""
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 

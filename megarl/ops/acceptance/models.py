@@ -159,8 +159,7 @@ class SingleRankEngine:
                 with torch.no_grad():
                     for param in engine.weights.parameters().values():
                         param.normal_(std=0.02)
-                if engine.optimizer is not None:
-                    engine.optimizer.weights_changed()
+                engine.weights_changed()
             return engine
         except BaseException:
             shutdown_runtime()

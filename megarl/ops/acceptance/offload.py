@@ -56,10 +56,10 @@ class _Case:
         """Compare the weights before and after."""
         with self._engine() as engine:
             one_step(engine, self.fields)
-            before = engine.weights_to_host()
+            before = engine.weights.to_host()
             engine.offload_manager.offload()
             engine.offload_manager.onload(*PARTS)
-            after = engine.weights_to_host()
+            after = engine.weights.to_host()
         changed = [name for name, tensor in before.items() if not torch.equal(tensor, after[name])]
         return Result("", Verdict.FAIL if changed else Verdict.OK, note=", ".join(changed[:3]) or "unchanged")
 

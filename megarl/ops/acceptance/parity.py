@@ -150,7 +150,7 @@ class _Case:
             params: dict[str, Any] = {n: p for n, p in engine.weights.parameters().items() if p.requires_grad}
             grads = _whole(engine, {name: p.main_grad.clone() for name, p in params.items()})
             engine.optimizer_step()
-            return Outputs(log_probs, grads, _whole(engine, engine.weights_to_host()))
+            return Outputs(log_probs, grads, _whole(engine, engine.weights.to_host()))
 
     def _rounded_model(self) -> Any:
         import transformers

@@ -35,8 +35,6 @@ class RotaryTable:
     Args:
         frequencies: radians per position of each pair.
         factor: on the rotated elements.
-        length: number of positions.
-        device: of the rotated activations.
     """
 
     def __init__(
@@ -62,11 +60,7 @@ class RotaryTable:
 
 
 class DecoderLayer:
-    """One layer: attention or a gated delta net, then an MLP or experts.
-
-    Args:
-        params: see :func:`~megarl.rollout.embedded.layers.layer_parameters`.
-    """
+    """One layer: attention or a gated delta net, then an MLP or experts."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:
         self._number = layer
@@ -102,12 +96,7 @@ class DecoderLayer:
 
 
 class TransformerDecoder:
-    """A model of any family over packed tokens.
-
-    Args:
-        params: parameters by rollout name, on one device; must outlive the decoder.
-        max_length: largest position plus one.
-    """
+    """A model of any family over packed tokens; it reads live parameters; positions are below ``max_length``."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], max_length: int) -> None:
         self._embedding = params["model.embed_tokens.weight"]
@@ -140,7 +129,6 @@ class TransformerDecoder:
         Args:
             tokens: int64 ``[tokens]``.
             positions: int64 ``[tokens]``.
-            attention: attention over the KV cache.
             outputs: indices of the required output tokens, to which the last layer is limited; None = all.
             routes: int16 ``[tokens, expert layers, experts per token]``, filled with the experts of each token;
                 the last layer is then not limited. None = they are not recorded.

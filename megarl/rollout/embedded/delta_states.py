@@ -28,7 +28,6 @@ class TokenInputs:
     """Inputs of the delta rule for new tokens.
 
     Args:
-        linear: sizes.
         qkv: ``[tokens, channels]``, before the convolution.
         g: ``[tokens, value heads]``, logarithm of the decay.
         b: ``[tokens, value heads]``, learning rate.
@@ -49,12 +48,7 @@ class TokenInputs:
 
 
 class DeltaStates:
-    """States with one slot per sequence: in each layer the last inputs of the convolution, and a matrix per head.
-
-    Args:
-        config: model config, with gated delta net layers.
-        dtype: dtype of the activations; the matrices are float32.
-    """
+    """States with one slot per sequence: in each layer the convolution's last inputs, and a float32 matrix per head."""
 
     def __init__(self, config: ModelConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
         assert config.linear is not None
@@ -92,7 +86,6 @@ class DeltaStates:
         """Compute the delta rule over prompts, each in its own slot, and set the states.
 
         Args:
-            tokens: tokens of all prompts, packed.
             first: slot of the first prompt.
             continues: the slots hold the states of a prefix; otherwise the prompts begin here.
 
@@ -127,12 +120,7 @@ class Recurrence(Protocol):
 
 
 class DeltaNet:
-    """A gated delta net in place of a layer's attention, up to the output projection.
-
-    Args:
-        config: model config, with gated delta net layers.
-        params: see :func:`~megarl.rollout.embedded.layers.layer_parameters`.
-    """
+    """A gated delta net in place of a layer's attention, up to the output projection."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor], layer: int) -> None:
         assert config.linear is not None

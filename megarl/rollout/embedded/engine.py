@@ -19,10 +19,9 @@ from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.models.end_tokens import eos_in
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout.embedded.decoder import TransformerDecoder
-from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest
+from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest, RouteTable
 from megarl.rollout.embedded.kv_cache import KVCache
 from megarl.rollout.embedded.layers import KNOWN_PARAMETERS
-from megarl.rollout.embedded.routes import RouteTable
 from megarl.rollout.embedded.sampling import Decode, Sampler, StopRules, load_decode
 from megarl.rollout.embedded.weights import EmbeddedReceiver, WeightStore
 from megarl.rollout.interface import (
@@ -38,11 +37,12 @@ from megarl.rollout.interface import (
     Tag,
 )
 from megarl.rollout.registry import register_engine
-from megarl.rollout.request_checks import check_request, check_routes, check_tags, check_token_ids
+from megarl.rollout.request_checks import check_none_running, check_request, check_routes, check_tags, check_token_ids
 
 DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 
-# On a CPU a prompt pass of this size keeps a small model's activations in a core's cache. A GPU needs larger ones.
+# Maximum prompt tokens per forward pass; a longer prompt has its own pass. On a CPU a pass of this size keeps a small
+# model's activations in a core's cache. A GPU needs larger ones.
 PROMPT_TOKENS = {"cpu": 1024, "cuda": 16384}
 
 # Cache lengths are rounded up to a multiple, so that similar calls reuse the cache.
@@ -55,7 +55,6 @@ class EmbeddedEngine(RolloutEngine):
     Args:
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
         decode: decodes tokens to text, for stop strings; None = requests with stop strings are refused.
-        prompt_tokens: maximum prompt tokens per forward pass; a longer prompt has its own pass. None = by the device.
 
     Raises:
         ConfigError: the engine does not support an option.
@@ -63,13 +62,7 @@ class EmbeddedEngine(RolloutEngine):
             model.
     """
 
-    def __init__(
-        self,
-        config: ModelConfig,
-        options: EngineOptions | None = None,
-        decode: Decode | None = None,
-        prompt_tokens: int | None = None,
-    ) -> None:
+    def __init__(self, config: ModelConfig, options: EngineOptions | None = None, decode: Decode | None = None) -> None:
         options = options or EngineOptions()
         _check_options(options)
         check_model(config)
@@ -77,7 +70,7 @@ class EmbeddedEngine(RolloutEngine):
         self.config, self.options = config, options
         self._decode = decode
         self._device = torch.device(options.device)
-        self._prompt_tokens = prompt_tokens or PROMPT_TOKENS[self._device.type]
+        self._prompt_tokens = PROMPT_TOKENS[self._device.type]
         self._max_length = options.max_model_len or config.max_position_embeddings
         eos = options.eos_token_ids
         self._eos = frozenset(eos_in(config.raw) if eos is None else eos)
@@ -161,11 +154,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         tags = check_tags(tags)
-        if self._running:
-            raise RolloutError(
-                f"{len(self._running)} requests are running: put the engine to sleep when none is",
-                code="engine.requests-running",
-            )
+        check_none_running(self._running, "put the engine to sleep")
         self._asleep |= tags
         self._batcher = None
         if "kv_cache" in tags:
@@ -208,11 +197,7 @@ class EmbeddedEngine(RolloutEngine):
         self._closed = True
 
     def _check_idle(self) -> None:
-        if self._running:
-            raise WeightSyncError(
-                f"{len(self._running)} requests are running: update weights when none is",
-                code="engine.requests-running",
-            )
+        check_none_running(self._running, "update weights", WeightSyncError)
 
     def _make_room(self, requests: Sequence[Request]) -> ContinuousBatcher:
         """Return the running batch, or a new one, with a cache that holds these requests too."""

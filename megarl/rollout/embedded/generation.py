@@ -15,9 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.models.model_config import Experts
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.kv_cache import KVCache, PromptAttention, StepAttention
-from megarl.rollout.embedded.routes import RouteTable
 from megarl.rollout.embedded.sampling import Sampler, StopRules
 from megarl.rollout.interface import Request
 
@@ -50,7 +50,6 @@ class RequestQueue(Generic[Member]):
         self.prefix_length = 0
 
     def __len__(self) -> int:
-        """Number of waiting requests."""
         return sum(len(group.members) for group in self._waiting.values())
 
     def add(self, requests: Iterable[tuple[Sequence[int], Member]]) -> None:
@@ -73,7 +72,6 @@ class RequestQueue(Generic[Member]):
         """Remove and return the next groups.
 
         Args:
-            room: maximum number of requests.
             may_split: whether to split a group that does not fit; its prompt is then computed again later.
 
         Returns:
@@ -138,6 +136,41 @@ class FinishedRequest(NamedTuple):
     """See :attr:`megarl.rollout.interface.Completion.routes`; from ``request.remaining_routes_from`` on."""
 
 
+class RouteTable:
+    """Records the experts of each token, by lane of the running request and position."""
+
+    def __init__(self, experts: Experts, lanes: int, device: torch.device) -> None:
+        self._shape, self._device = (sum(experts.layers), experts.per_token), device
+        self._table = torch.zeros(lanes, 0, *self._shape, dtype=torch.int16, device=device)
+
+    def new(self, count: int) -> Tensor:
+        """Allocate routes ``[count, expert layers, per token]`` for the decoder to fill in."""
+        return torch.empty(count, *self._shape, dtype=torch.int16, device=self._device)
+
+    def begin(self, lane: int, parts: Sequence[Tensor]) -> None:
+        """Store the routes of a lane's prompt, in parts."""
+        routes = torch.cat(list(parts))
+        self._widen(len(routes))
+        self._table[lane, : len(routes)] = routes
+
+    def store(self, lanes: Tensor, positions: Tensor, routes: Tensor, width: int) -> None:
+        """Store ``routes [tokens, expert layers, per token]`` of one token per lane, at positions below ``width``."""
+        self._widen(width)
+        self._table[lanes, positions] = routes
+
+    def read(self, lane: int, first: int, stop: int) -> np.ndarray:
+        """Return the routes of a lane's positions ``first .. stop - 1``."""
+        routes: np.ndarray = self._table[lane, first:stop].cpu().numpy().copy()
+        return routes
+
+    def _widen(self, width: int) -> None:
+        """Make room for at least ``width`` positions, doubling the table so that this is rare."""
+        if width > self._table.shape[1]:
+            self._table = F.pad(
+                self._table, (0, 0, 0, 0, 0, max(width, 2 * self._table.shape[1]) - self._table.shape[1])
+            )
+
+
 class ContinuousBatcher:
     """The waiting and running requests of an engine.
 
@@ -149,7 +182,6 @@ class ContinuousBatcher:
         cache: empty KV cache, long enough for every prompt with its response.
         lanes: maximum running requests, also of sampler and rules.
         prompt_tokens: maximum prompt tokens in one forward pass.
-        routes: records experts; None = they are not recorded.
     """
 
     def __init__(
@@ -183,7 +215,6 @@ class ContinuousBatcher:
         self._is_sorted = False  # slots by length, longest first
 
     def __len__(self) -> int:
-        """Number of running and waiting requests."""
         return len(self._queue) + len(self._lanes)
 
     def add(self, requests: Sequence[Request]) -> None:
@@ -195,7 +226,11 @@ class ContinuousBatcher:
         """Fill free slots from the queue, then decode one token of every running sequence; return finished requests."""
         free = self._cache.slots - self._size
         if self._queue and (free >= max(1, int(self._cache.slots * REFILL_SHARE)) or not self._size):
-            self._refill(free)
+            groups = self._queue.take(free, may_split=not self._size)
+            if groups and self._prefix is None:
+                self._prefix = self._compute_prefix(groups)
+            for run in within_budget(groups, self._queue.prefix_length, self._prompt_tokens):
+                self._start(run, self._prefix or [])
         if self._size:
             self._step()
         ended, self._ended = self._ended, []
@@ -214,13 +249,6 @@ class ContinuousBatcher:
             self._ended = []
         return dropped
 
-    def _refill(self, free: int) -> None:
-        groups = self._queue.take(free, may_split=not self._size)
-        if groups and self._prefix is None:
-            self._prefix = self._compute_prefix(groups)
-        for run in within_budget(groups, self._queue.prefix_length, self._prompt_tokens):
-            self._start(run, self._prefix or [])
-
     def _compute_prefix(self, groups: Sequence[PromptGroup[Request]]) -> list[Tensor]:
         """Compute keys and values of the prefix of all waiting prompts in a free slot."""
         length = self._queue.prefix_length
@@ -234,43 +262,42 @@ class ContinuousBatcher:
         return self._cache.snapshot(self._size, length)
 
     def _start(self, groups: Sequence[PromptGroup[Request]], prefix: list[Tensor]) -> None:
-        """Prefill prompts, each once, and draw the first token of all their requests."""
-        first, skip = self._size, self._queue.prefix_length
+        """Prefill prompts, each once, and draw the first token of all their requests.
+
+        The first request of each prompt uses the prompt's slot; the others get copies of it in the slots after those.
+        """
+        first, prefix_length = self._size, self._queue.prefix_length
         longest = max(len(group.prompt) for group in groups)
+        # 1. Prefill slots ``first, first + 1, ...``, one per prompt.
         self._cache.fit(max(longest, self._cache.width if first else 0), first)
-        if skip:
+        if prefix_length:
             self._cache.restore(prefix, first, len(groups))
-        attention = PromptAttention(self._cache, first, [len(group.prompt) - skip for group in groups], skip)
-        tokens = torch.tensor([token for group in groups for token in group.prompt[skip:]], device=self._device)
+        lengths = [len(group.prompt) - prefix_length for group in groups]
+        attention = PromptAttention(self._cache, first, lengths, prefix_length)
+        tokens = torch.tensor([id for group in groups for id in group.prompt[prefix_length:]], device=self._device)
         routes = None if self._routes is None else self._routes.new(len(tokens))
         hidden = self.decoder.hidden(tokens, attention.positions, attention, attention.ends, routes)
         logits = self.decoder.logits(hidden)
-
-        # The first request of each group uses the slot of its prompt; the others get copies in the following slots.
+        # 2. Copy prompts to the slots of further requests; `prompts` is each request's prompt.
         requests = [group.members[0] for group in groups] + [m for group in groups for m in group.members[1:]]
         prompts = [*range(len(groups)), *(i for i, group in enumerate(groups) for _ in group.members[1:])]
-        prompt = torch.tensor(prompts, device=self._device)
+        prompt_of_slot = torch.tensor(prompts, device=self._device)
         if len(requests) > len(groups):
             copies = torch.arange(len(groups), len(requests), device=self._device)
-            self._cache.copy(first + prompt[len(groups) :], first + copies, longest)
-
+            self._cache.copy(first + prompt_of_slot[len(groups) :], first + copies, longest)
         self._size, self._is_sorted = first + len(requests), False
+        # 3. Assign lanes, set the slots' states, and draw.
         lanes = self._assign(requests)
         state = self._state[:, first : self._size]
-        state[1] = attention.positions[attention.ends][prompt] + 1
+        state[1] = attention.positions[attention.ends][prompt_of_slot] + 1
         state[2] = torch.tensor([len(request.prior_ids) for request in requests], device=self._device)
         state[3] = torch.tensor(lanes, device=self._device)
-        if routes is not None:
-            by_prompt = routes.split([len(group.prompt) - skip for group in groups])
-            self._begin_routes(lanes, [by_prompt[number] for number in prompts])
-        self._record(first, *self._sampler.draw(logits[prompt], state[3], state[2]))
-
-    def _begin_routes(self, lanes: Sequence[int], routes: Sequence[Tensor]) -> None:
-        """Store each lane's routes of its prompt: those of the shared prefix, then its own."""
-        assert self._routes is not None
-        prefix = [self._prefix_routes] if self._queue.prefix_length and self._prefix_routes is not None else []
-        for lane, own in zip(lanes, routes, strict=True):
-            self._routes.begin(lane, [*prefix, own])
+        if self._routes is not None and routes is not None:
+            shared = [self._prefix_routes] if prefix_length and self._prefix_routes is not None else []
+            by_prompt = routes.split(lengths)
+            for lane, prompt in zip(lanes, prompts, strict=True):
+                self._routes.begin(lane, [*shared, by_prompt[prompt]])
+        self._record(first, *self._sampler.draw(logits[prompt_of_slot], state[3], state[2]))
 
     def _assign(self, requests: Sequence[Request]) -> list[int]:
         """Assign a lane to each request, whose next token has the position after its prompt and prior response."""
@@ -292,7 +319,6 @@ class ContinuousBatcher:
         return lanes
 
     def _step(self) -> None:
-        """Decode one token of every running sequence."""
         self._cache.fit(self._longest(), self._size)
         self._sort_slots()
         tokens, positions, counts, lanes = self._state[:, : self._size]

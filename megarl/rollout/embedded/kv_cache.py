@@ -80,10 +80,7 @@ class KVCache:
         return self.window is not None and self.window.layers[layer]
 
     def fit(self, length: int, used: int) -> None:
-        """Set the width to hold ``length`` tokens per slot; the first ``used`` slots keep their tokens.
-
-        Moving the tokens takes as long as a few steps, so the width shrinks only by a quarter or more.
-        """
+        """Fit the width to ``length`` tokens, keeping the first ``used`` slots; it shrinks by a quarter or more."""
         width = min(self.length, -(-length // self._multiple) * self._multiple)
         if 3 * self.width <= 4 * width and width <= self.width:
             return
@@ -110,10 +107,7 @@ class KVCache:
         return ((slots[:, None] * self._heads + heads) * self.width + positions[:, None]).flatten()
 
     def write(self, layer: int, indices: Tensor, keys: Tensor, values: Tensor | None) -> None:
-        """Write tokens ``[tokens, kv_heads, key_dim]`` at indices of :meth:`write_indices` for the current width.
-
-        ``values`` is None with latent attention.
-        """
+        """Write tokens ``[tokens, kv_heads, key_dim]`` at :meth:`write_indices`; latent attention has no ``values``."""
         number = self._index[layer]
         caches = [(self._keys[number], keys)]
         if values is not None:

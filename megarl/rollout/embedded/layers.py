@@ -66,21 +66,12 @@ KNOWN_PARAMETERS = frozenset(
 
 
 def layer_parameters(weight_map: WeightMap, params: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """Return a layer's parameters by their names in the trainer, without the layer's number.
-
-    Args:
-        params: parameters of the engine.
-    """
+    """Return a layer's parameters by their names in the trainer, without the layer's number."""
     return {name: params[rollout] for name, rollout in weight_map.layer_rollout_names(layer).items()}
 
 
 class Norm:
-    """RMS norm over the last dimension; the identity without a weight.
-
-    Args:
-        weight: ``[width]``; None = the model has no such norm.
-        eps: added to the mean square; None = the model's.
-    """
+    """RMS norm over the last dimension; the identity without a weight. By default ``eps`` is the model's."""
 
     def __init__(self, config: ModelConfig, weight: Tensor | None, eps: float | None = None) -> None:
         self.weight, self._eps = weight, config.rms_norm_eps if eps is None else eps
@@ -96,11 +87,7 @@ class Norm:
 
 
 class PlainHeads:
-    """Queries, keys and values of attention with one key-value head per group of query heads.
-
-    Args:
-        params: see :func:`layer_parameters`.
-    """
+    """Queries, keys and values of attention with one key-value head per group of query heads."""
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
         self._qkv = params["self_attention.linear_qkv.weight"]
@@ -137,10 +124,6 @@ class LatentHeads:
     The projection from the latent to the heads' keys is applied to the queries instead, and that to the values after
     the attention. So all heads share one key: the latent and the rotated part. Its first elements, the latent, are the
     values, and the cache holds nothing else.
-
-    Args:
-        config: model config, with latent attention.
-        params: see :func:`layer_parameters`.
     """
 
     def __init__(self, config: ModelConfig, params: Mapping[str, Tensor]) -> None:
@@ -179,13 +162,7 @@ class LatentHeads:
 
 
 class GatedMLP:
-    """A gated MLP.
-
-    Args:
-        gate_up: ``[2 * ffn, hidden]``.
-        down: ``[hidden, ffn]``.
-        activation: see :class:`~megarl.models.model_config.Traits`.
-    """
+    """A gated MLP with ``gate_up [2 * ffn, hidden]`` and ``down [hidden, ffn]``."""
 
     def __init__(self, gate_up: Tensor, down: Tensor, activation: str = "silu") -> None:
         self._gate_up, self._down, self._activation = gate_up, down.t(), activation
@@ -208,7 +185,6 @@ class ClampedMLP:
     """An expert with biases and a clamped activation, see :class:`~megarl.models.model_config.ClampedGate`.
 
     Args:
-        clamped: the activation.
         gate_up: ``[2 * ffn, hidden]``, with alternating rows of gate and up.
         gate_up_bias: ``[2 * ffn]``.
         down: ``[hidden, ffn]``.
@@ -233,7 +209,6 @@ class RoutedExperts:
     Tokens are sorted by expert, and each expert with tokens computes all of its own at once.
 
     Args:
-        params: see :func:`layer_parameters`.
         layer: index among the layers with experts.
     """
 
@@ -289,10 +264,7 @@ def limited(rows: Tensor, outputs: Tensor | None) -> Tensor:
 
 
 def added(residual: Tensor, inputs: Tensor, weight: Tensor, norm: Norm, bias: Tensor | None = None) -> Tensor:
-    """Return the residual plus the output of a layer's last matrix, normed if there is a norm on it.
-
-    A layer with a bias has no norm on its output.
-    """
+    """Return the residual plus the last matrix's output, with a bias or a norm on it, not both."""
     if bias is not None:
         residual = residual + bias
     if norm.weight is None:

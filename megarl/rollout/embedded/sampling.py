@@ -30,7 +30,6 @@ def uniform_table(seeds: Sequence[int], count: int) -> np.ndarray:
 
     Args:
         seeds: any integers; taken modulo 2^64.
-        count: numbers per seed.
 
     Returns:
         float64 ``[len(seeds), count]``, multiples of 2^-53.

@@ -92,13 +92,7 @@ class WeightStore(ShardWeights):
 
 
 class EmbeddedReceiver(ReplicaReceiver):
-    """The receiver of the only rank, in this process.
-
-    Args:
-        weights: parameters of the engine.
-        device: their device.
-        check_idle: raises if the engine cannot begin an update now.
-    """
+    """The only rank's receiver, in this process; ``check_idle`` raises if the engine cannot begin an update now."""
 
     def __init__(self, weights: WeightStore, device: torch.device, check_idle: Callable[[], None]) -> None:
         self._weights, self._device, self._check_idle = weights, device, check_idle
@@ -106,30 +100,24 @@ class EmbeddedReceiver(ReplicaReceiver):
         self.locations = [current_location(str(device))]
 
     def connect(self, specs: Sequence[ReceiverSpec]) -> None:
-        """See :meth:`ReplicaReceiver.connect`."""
         (spec,) = specs
         self._receiver = BucketReceiver.connect(spec, self._weights, self._device)
 
     def begin(self, version: int) -> None:
-        """See :meth:`ReplicaReceiver.begin`."""
         self._check_idle()
         self._connected().begin(version)
 
     def open(self, session: int) -> None:
-        """See :meth:`ReplicaReceiver.open`."""
         self._connected().peers.open(session)
 
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
-        """See :meth:`ReplicaReceiver.import_bucket`."""
         receiver = self._connected()
         receiver.import_bucket(index, *route_messages(messages, [receiver.rank]))
 
     def close(self, completed: bool) -> list[TransferUsage]:
-        """See :meth:`ReplicaReceiver.close`."""
         return [self._connected().close(completed)]
 
     def end(self, version: int) -> None:
-        """See :meth:`ReplicaReceiver.end`."""
         self._connected().end(version)
 
     def _connected(self) -> BucketReceiver:

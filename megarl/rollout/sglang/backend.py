@@ -30,53 +30,27 @@ NAN_STOP = "NaN happened"
 
 
 class ControlCall(NamedTuple):
-    """A control call of SGLang, with its Python method and its HTTP path.
+    """A control call: a structure of ``sglang.srt.managers.io_struct`` (None = no request), and its HTTP path."""
 
-    Attributes:
-        method: method of the tokenizer manager.
-        request: structure of ``sglang.srt.managers.io_struct``; None = the method takes no request.
-        path: path of the HTTP server.
-    """
-
-    method: str
     request: str | None
     path: str
 
 
 CONTROL_CALLS = {
-    call.method: call
-    for call in (
-        ControlCall("begin_weight_update", "BeginWeightUpdateReqInput", "/begin_weight_update"),
-        ControlCall("end_weight_update", "EndWeightUpdateReqInput", "/end_weight_update"),
-        ControlCall("update_weights_from_tensor", "UpdateWeightsFromTensorReqInput", "/update_weights_from_tensor"),
-        ControlCall("update_weights_from_disk", "UpdateWeightFromDiskReqInput", "/update_weights_from_disk"),
-        ControlCall(
-            "update_weights_from_distributed",
-            "UpdateWeightsFromDistributedReqInput",
-            "/update_weights_from_distributed",
-        ),
-        ControlCall("init_weights_update_group", "InitWeightsUpdateGroupReqInput", "/init_weights_update_group"),
-        ControlCall(
-            "destroy_weights_update_group", "DestroyWeightsUpdateGroupReqInput", "/destroy_weights_update_group"
-        ),
-        ControlCall("release_memory_occupation", "ReleaseMemoryOccupationReqInput", "/release_memory_occupation"),
-        ControlCall("resume_memory_occupation", "ResumeMemoryOccupationReqInput", "/resume_memory_occupation"),
-        ControlCall("check_weights", "CheckWeightsReqInput", "/weights_checker"),
-        ControlCall("flush_cache", None, "/flush_cache"),
-        ControlCall("pause_generation", "PauseGenerationReqInput", "/pause_generation"),
-        ControlCall("continue_generation", "ContinueGenerationReqInput", "/continue_generation"),
-    )
+    "begin_weight_update": ControlCall("BeginWeightUpdateReqInput", "/begin_weight_update"),
+    "end_weight_update": ControlCall("EndWeightUpdateReqInput", "/end_weight_update"),
+    "update_weights_from_tensor": ControlCall("UpdateWeightsFromTensorReqInput", "/update_weights_from_tensor"),
+    "update_weights_from_disk": ControlCall("UpdateWeightFromDiskReqInput", "/update_weights_from_disk"),
+    "release_memory_occupation": ControlCall("ReleaseMemoryOccupationReqInput", "/release_memory_occupation"),
+    "resume_memory_occupation": ControlCall("ResumeMemoryOccupationReqInput", "/resume_memory_occupation"),
+    "check_weights": ControlCall("CheckWeightsReqInput", "/weights_checker"),
+    "flush_cache": ControlCall(None, "/flush_cache"),
 }
+"""Control calls by their methods of SGLang's tokenizer manager."""
 
 
 class ControlResult(NamedTuple):
-    """Result of a control call. SGLang returns its failures and never raises.
-
-    Attributes:
-        success: whether the call succeeded.
-        message: SGLang's message.
-        ranks: result of each rank, for calls that return one.
-    """
+    """Result of a control call, and of each rank if it has some; SGLang returns failures and never raises."""
 
     success: bool
     message: str
@@ -127,13 +101,7 @@ class SGLangBackend(Protocol):
 
 
 class CallWatch:
-    """Ends a wait for SGLang that is too long or would never end.
-
-    Args:
-        action: name of the call, for errors.
-        timeout_s: maximum seconds to wait from now on.
-        failure: returns the reason why SGLang will never finish the call, or None.
-    """
+    """Ends a wait for SGLang that is too long, or will never end for the reason that ``failure`` returns."""
 
     def __init__(self, action: str, timeout_s: float, failure: Callable[[], str | None] = lambda: None) -> None:
         self._action, self._timeout_s, self._failure = action, timeout_s, failure
@@ -183,16 +151,7 @@ class RequestLoop:
         return asyncio.run_coroutine_threadsafe(work, self._loop)
 
     def call(self, work: Coroutine[Any, Any, _T], timeout_s: float, action: str) -> _T:
-        """Run a coroutine and wait for it.
-
-        Args:
-            work: the coroutine.
-            timeout_s: maximum seconds to wait.
-            action: name of the work, for errors.
-
-        Raises:
-            EngineLost: the work exceeds ``timeout_s``.
-        """
+        """Run a coroutine and return its result; EngineLost after ``timeout_s`` seconds, naming the ``action``."""
         return watched_result(self.start(work), CallWatch(action, timeout_s))
 
     def close(self) -> None:
@@ -222,9 +181,7 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
     only by a filter that passes all tokens.
 
     Args:
-        request: the request.
         rid: SGLang's id of the request; no id may be a prefix of another, since SGLang aborts by prefix.
-        eos: tokens that end every response.
         every_token: vocabulary size in deterministic mode, else 0.
 
     Raises:
@@ -262,13 +219,7 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
 
 @dataclass(frozen=True)
 class ResponseContext:
-    """State of the engine that is needed to parse a response.
-
-    Attributes:
-        eos: tokens that end every response.
-        version: weight version that the engine serves.
-        experts: experts of the model; None = it is dense.
-    """
+    """State of the engine that is needed to parse a response."""
 
     eos: frozenset[int]
     version: int
@@ -303,12 +254,6 @@ def parse_routes(request: Request, encoded: str | None, tokens: int, experts: Ex
     """Decode SGLang's routes: base64 of int32 ``[positions, all layers, experts per token]``.
 
     The positions are those from ``routes_from`` on, except the last token. Rows of dense layers are left out.
-
-    Args:
-        request: the request.
-        encoded: of the response.
-        tokens: generated tokens.
-        experts: experts of the model.
 
     Raises:
         RolloutError: the response has no routes, or not those of all tokens.

@@ -32,12 +32,11 @@ from megarl.rollout.interface import (
     Tag,
 )
 from megarl.rollout.registry import register_engine
-from megarl.rollout.request_checks import check_request, check_routes, check_tags, check_token_ids
+from megarl.rollout.request_checks import check_none_running, check_request, check_routes, check_tags, check_token_ids
 from megarl.rollout.sglang.backend import (
     CLOSE_S,
     WATCH_S,
     CallWatch,
-    ControlResult,
     RequestLoop,
     ResponseContext,
     SGLangBackend,
@@ -45,9 +44,8 @@ from megarl.rollout.sglang.backend import (
     request_payload,
 )
 from megarl.rollout.sglang.liveness import SchedulerLiveness, StoppedProcesses
-from megarl.rollout.sglang.model_arguments import KEY
 from megarl.rollout.sglang.model_checks import check_model_runs
-from megarl.rollout.sglang.options import MODES, SGLangOptions, decodes
+from megarl.rollout.sglang.options import KEY, MODES, SGLangOptions, decodes
 from megarl.rollout.sglang.weights import WeightSession
 from megarl.sharding.receiver import check_version
 from megarl.sharding.sglang_shard import VOCAB_MULTIPLE, SGLangShard
@@ -76,9 +74,7 @@ class SGLangEngine(RolloutEngine):
     samples are independent and not reproducible.
 
     Args:
-        config: model config.
         folder: model folder; its config is read, and with ``stop_strings`` its tokenizer.
-        options: options of the engine.
 
     Raises:
         ConfigError: SGLang or this engine does not support an option.
@@ -118,18 +114,11 @@ class SGLangEngine(RolloutEngine):
 
     @property
     def weight_version(self) -> int:
-        """See the contract."""
         return self._session.version
 
     @property
     def stale(self) -> bool:
-        """See the contract."""
         return self._session.version < 0
-
-    @property
-    def closed(self) -> bool:
-        """Whether the engine was shut down."""
-        return self._closed
 
     @property
     def url(self) -> str | None:
@@ -137,7 +126,6 @@ class SGLangEngine(RolloutEngine):
         return getattr(self._backend, "url", None)
 
     def submit(self, requests: Sequence[Request]) -> None:
-        """See the contract."""
         self._names_with(requests, self._running)
         if self._asleep:
             raise RolloutError(
@@ -155,7 +143,6 @@ class SGLangEngine(RolloutEngine):
             self._loop.start(self._serve(entry))
 
     def poll(self, timeout_s: float) -> list[Completion]:
-        """See the contract."""
         completions: list[Completion] = []
         deadline = time.monotonic() + timeout_s
         while self._running:
@@ -187,11 +174,10 @@ class SGLangEngine(RolloutEngine):
         return completions
 
     def can_continue(self, params: SamplingParams) -> bool:
-        """See the contract. SGLang sees the tokens of this part only for stop strings and penalties."""
+        """SGLang sees the tokens of this part only for stop strings and penalties."""
         return not params.stop and params.repetition_penalty == 1
 
     def abort(self, request_ids: Iterable[str]) -> None:
-        """See the contract."""
         for name in request_ids:
             entry = self._running.get(name)
             if entry is not None and not entry.aborted:
@@ -199,11 +185,9 @@ class SGLangEngine(RolloutEngine):
                 self._loop.start(self._abort_repeatedly(entry))
 
     def interrupt_poll(self) -> None:
-        """See the contract."""
         self._ended.put(None)
 
     def load_hf(self, path: str, version: int = 0) -> None:
-        """See the contract."""
         reader = HFReader(path)
         shapes = WeightMap(self.config).hf_shapes()
         if WeightMap(reader.config).hf_shapes() != shapes:
@@ -223,17 +207,13 @@ class SGLangEngine(RolloutEngine):
 
     @property
     def receiver(self) -> WeightSession:
-        """See the contract. The receivers of the ranks run in SGLang's ranks."""
+        """The receivers of the ranks run in SGLang's ranks."""
         return self._session
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
-        """See the contract. SGLang frees the memory only with its memory saver, which exists on GPUs."""
+        """SGLang frees the memory only with its memory saver, which exists on GPUs."""
         chosen = check_tags(tags) - self._asleep
-        if self._running:
-            raise RolloutError(
-                f"{len(self._running)} requests are running: put the engine to sleep when none is",
-                code="engine.requests-running",
-            )
+        check_none_running(self._running, "put the engine to sleep")
         if "weights" in chosen:
             self._session.abandon()
         if chosen and not self._closed:
@@ -242,7 +222,6 @@ class SGLangEngine(RolloutEngine):
         self._asleep |= chosen
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
-        """See the contract."""
         chosen = check_tags(tags) & self._asleep
         if self._closed:
             raise RolloutError("the engine was shut down", code="engine.shut-down")
@@ -251,28 +230,27 @@ class SGLangEngine(RolloutEngine):
         self._asleep -= chosen
 
     def health(self) -> EngineHealth:
-        """See the contract."""
         ready = not (self.stale or self._asleep or self._closed) and self._failure() is None
         return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
 
     def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """See the contract; each look-up reads SGLang."""
+        """Each look-up reads SGLang."""
         return self._session.params(rank)
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """See the contract. Computed in SGLang's ranks."""
+        """Computed in SGLang's ranks."""
         return self._session.checksum(rank)
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """See the contract. Computed in SGLang's ranks, all at once."""
+        """Computed in SGLang's ranks, all at once."""
         return self._session.rectangle_checksums(rectangles)
 
     def fingerprint(self) -> tuple[str, ...]:
-        """See the contract. Computed by SGLang's weight checker, in versions with one."""
+        """Computed by SGLang's weight checker, in versions with one."""
         return self._session.fingerprint()
 
     def shutdown(self) -> None:
-        """See the contract. A server that was already running continues."""
+        """A server that was already running continues."""
         if self._closed:
             return
         self._closed = True
@@ -323,22 +301,15 @@ class SGLangEngine(RolloutEngine):
         """Refuse new weights while requests run or the weights are asleep."""
         if "weights" in self._asleep:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
-        if self._running:
-            raise WeightSyncError(
-                f"{len(self._running)} requests are running: update weights when none is",
-                code="engine.requests-running",
-            )
+        check_none_running(self._running, "update weights", WeightSyncError)
         self._check_alive()
-
-    def _call(self, method: str, **fields: Any) -> ControlResult:
-        return self._session.call(method, **fields)
 
     def _watch(self, action: str) -> CallWatch:
         stopped = StoppedProcesses(self._backend, self.options.health_timeout_s)
         return CallWatch(action, self.options.call_timeout_s, lambda: self._backend.failure() or stopped.failure())
 
     def _call_or_raise(self, method: str, **fields: Any) -> None:
-        outcome = self._call(method, **fields)
+        outcome = self._session.call(method, **fields)
         if not outcome.success:
             raise RolloutError(f"SGLang refused {method}: {outcome.message}", code="sglang.call-refused")
 
@@ -349,7 +320,7 @@ class SGLangEngine(RolloutEngine):
         """
         deadline = time.monotonic() + IDLE_S
         while True:
-            outcome = self._call("flush_cache")
+            outcome = self._session.call("flush_cache")
             if outcome.success:
                 return
             if time.monotonic() >= deadline:

@@ -28,8 +28,7 @@ from megarl.base.processes import READ_ERRORS, descendants
 from megarl.rollout.interface import EngineLost, RequestRefused, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
 from megarl.rollout.sglang.liveness import stopped_processes
-from megarl.rollout.sglang.model_arguments import KEY
-from megarl.rollout.sglang.options import ROUTES_ARGUMENT, SGLangOptions, decodes, environment
+from megarl.rollout.sglang.options import KEY, ROUTES_ARGUMENT, SGLangOptions, decodes, environment
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_TAIL = 4000
@@ -42,14 +41,7 @@ _INVALID = (400, 413, 422)
 
 
 class HttpBackend:
-    """Client of a running server.
-
-    Args:
-        url: URL of the server, such as ``http://10.0.0.3:30000``.
-        api_key: key that the server demands; all requests carry it.
-        loop: event loop of the requests.
-        process: process of the server, if this process started it.
-    """
+    """Client of a server; ``process`` is that of the server if this process started it."""
 
     def __init__(
         self, url: str, api_key: str, loop: RequestLoop, process: subprocess.Popen[bytes] | None = None
@@ -62,8 +54,7 @@ class HttpBackend:
         self.ranks_host = None if host in LOOPBACK else host
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`SGLangBackend`."""
-        status, body = await self._send("POST", "/generate", payload)
+        status, body = await self.send("POST", "/generate", payload)
         if status != 200 or not isinstance(body, dict):
             text = f"SGLang refused a request ({status}): {_message(body)}"
             if status in _INVALID:
@@ -71,32 +62,21 @@ class HttpBackend:
             raise RolloutError(text, code="sglang.request-failed")
         return body
 
-    async def post(self, path: str, fields: Mapping[str, Any]) -> tuple[int, Any]:
-        """Send a request and return status and body, parsed if it is JSON.
-
-        Raises:
-            EngineLost: the server does not answer.
-        """
-        return await self._send("POST", path, fields)
-
     async def abort(self, rid: str) -> None:
-        """See :class:`SGLangBackend`."""
-        await self._send("POST", "/abort_request", {"rid": rid})
+        await self.send("POST", "/abort_request", {"rid": rid})
 
     async def call(self, method: str, **fields: Any) -> ControlResult:
-        """See :class:`SGLangBackend`."""
-        status, body = await self._send("POST", CONTROL_CALLS[method].path, _sendable(fields))
+        status, body = await self.send("POST", CONTROL_CALLS[method].path, _sendable(fields))
         success = status == 200 and not (isinstance(body, dict) and body.get("success") is False)
         ranks = body.get("ranks") if isinstance(body, dict) else None
         return ControlResult(success, _message(body), ranks or ())
 
     async def has(self, method: str) -> bool:
-        """See :class:`SGLangBackend`. Reads the server's OpenAPI description."""
-        status, body = await self._send("GET", "/openapi.json")
+        """Reads the server's OpenAPI description."""
+        status, body = await self.send("GET", "/openapi.json")
         return status == 200 and CONTROL_CALLS[method].path in body.get("paths", {})
 
     async def loaders(self) -> list[str]:
-        """See :class:`SGLangBackend`."""
         return list((await self.server_info()).get("custom_weight_loader") or [])
 
     async def server_info(self) -> Mapping[str, Any]:
@@ -105,7 +85,7 @@ class HttpBackend:
         Raises:
             RolloutError: the server does not return them.
         """
-        status, body = await self._send("GET", "/server_info")
+        status, body = await self.send("GET", "/server_info")
         if status != 200 or not isinstance(body, dict):
             raise RolloutError(
                 f"SGLang at {self.url} does not report its arguments ({status}): {_message(body)}",
@@ -115,15 +95,15 @@ class HttpBackend:
 
     async def answers_strangers(self) -> bool:
         """Return whether the server answers requests without the key."""
-        status, _ = await self._send("GET", "/server_info", headers={})
+        status, _ = await self.send("GET", "/server_info", headers={})
         return status not in (401, 403)
 
     async def ask_scheduler(self) -> None:
-        """See :class:`SGLangBackend`. The server's state has a part of the scheduler."""
+        """The server's state has a part of the scheduler."""
         await self.server_info()
 
     def stopped(self) -> list[int]:
-        """See :class:`SGLangBackend`; empty for a server that was already running."""
+        """Empty for a server that was already running."""
         if self._process is None:
             return []
         with contextlib.suppress(*READ_ERRORS):
@@ -132,13 +112,11 @@ class HttpBackend:
         return []
 
     def failure(self) -> str | None:
-        """See :class:`SGLangBackend`."""
         if self._process is not None and self._process.poll() is not None:
             return f"the server at {self.url} ended with code {self._process.returncode}"
         return self._lost
 
     def close(self) -> None:
-        """See :class:`SGLangBackend`."""
         if self._process is not None:
             kill_process_tree(self._process, _KILL_S)
 
@@ -148,10 +126,14 @@ class HttpBackend:
             await self._client.close()
             self._client = None
 
-    async def _send(
+    async def send(
         self, verb: str, path: str, fields: Any = None, headers: Mapping[str, str] | None = None
     ) -> tuple[int, Any]:
-        """Return status and body, parsed if it is JSON; ``headers`` replaces the one with the key."""
+        """Send a request; return status and body, parsed if it is JSON. ``headers`` replace the one with the key.
+
+        Raises:
+            EngineLost: the server does not answer.
+        """
         import aiohttp
 
         if self._client is None:
@@ -234,7 +216,7 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
         # Held until the server listens, whose libraries take seconds to import.
         port = options.port or stack.enter_context(held_port(options.host))
         options = dataclasses.replace(options, api_key=api_key, port=port)
-        job = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": _plain(options)}
+        job = {"folder": os.path.abspath(folder), "max_model_len": max_model_len, "options": vars(options)}
         log = stack.enter_context(_output())
         start = log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
@@ -267,17 +249,13 @@ async def _ready(server: HttpBackend) -> None:
                 code="sglang.start-failed",
             )
         try:
-            status, _ = await server._send("GET", "/health")
+            status, _ = await server.send("GET", "/health")
             if status == 200:
                 return
         except RolloutError:
             # The server does not listen yet.
             server._lost = None
         await asyncio.sleep(_POLL_S)
-
-
-def _plain(options: SGLangOptions) -> dict[str, Any]:
-    return {field.name: getattr(options, field.name) for field in dataclasses.fields(options)}
 
 
 def _sendable(fields: Mapping[str, Any]) -> dict[str, Any]:

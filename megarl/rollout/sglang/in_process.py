@@ -45,11 +45,6 @@ class InProcessBackend:
 
     :meth:`close` ends its processes. ``Engine.shutdown`` is not used, since it ends every child of this process.
 
-    Args:
-        folder: model folder.
-        max_model_len: maximum tokens of prompt and response.
-        options: options of the engine.
-
     Raises:
         RolloutError: SGLang does not start, or this process has an SGLang engine already.
     """
@@ -64,7 +59,6 @@ class InProcessBackend:
         self._processes = [psutil.Process(pid) for pid in self._engine.get_all_child_pids()]
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
-        """See :class:`SGLangBackend`."""
         try:
             response: dict[str, Any] = await self._engine.async_generate(**payload)
         except ValueError as error:
@@ -72,34 +66,27 @@ class InProcessBackend:
         return response
 
     async def abort(self, rid: str) -> None:
-        """See :class:`SGLangBackend`."""
         self._manager.abort_request(rid=rid)
 
     async def call(self, method: str, **fields: Any) -> ControlResult:
-        """See :class:`SGLangBackend`."""
         call = CONTROL_CALLS[method]
         function = getattr(self._manager, method)
         arguments = () if call.request is None else (request_of(call.request, fields),)
         return _call_result(await function(*arguments))
 
     async def has(self, method: str) -> bool:
-        """See :class:`SGLangBackend`."""
         return hasattr(self._manager, method)
 
     async def loaders(self) -> list[str]:
-        """See :class:`SGLangBackend`."""
         return [LOADER]
 
     async def ask_scheduler(self) -> None:
-        """See :class:`SGLangBackend`."""
         await self._manager.get_internal_state()
 
     def stopped(self) -> list[int]:
-        """See :class:`SGLangBackend`."""
         return stopped_processes(self._processes)
 
     def failure(self) -> str | None:
-        """See :class:`SGLangBackend`."""
         if self._closed:
             return "it was shut down"
         ended = [n for n, process in enumerate(self._processes) if has_ended(process)]
@@ -113,7 +100,6 @@ class InProcessBackend:
         """Do nothing: there are no connections to close."""
 
     def close(self) -> None:
-        """See :class:`SGLangBackend`."""
         if self._closed:
             return
         self._closed = True
@@ -129,11 +115,6 @@ class FollowerNode:
     """The ranks of an SGLang on another node than its front end; they follow the scheduler of the first node.
 
     They end with this process.
-
-    Args:
-        folder: model folder.
-        max_model_len: maximum tokens of prompt and response.
-        options: options of the engine, with ``nodes``.
 
     Raises:
         RolloutError: SGLang does not start, or this process has an SGLang engine already.

@@ -18,16 +18,7 @@ LONGEST_GAP_S = 2.0
 
 
 class SchedulerLiveness:
-    """Asks SGLang's scheduler for a response while requests run and none ends, and reports its silence.
-
-    Args:
-        backend: the running SGLang.
-        loop: event loop of its calls.
-        timeout_s: seconds without a response after which the scheduler counts as lost. It is asked after a quarter.
-
-    Attributes:
-        lost: the reason why the scheduler counts as lost; None while it responds.
-    """
+    """Asks SGLang's scheduler for a response while no request ends; sets :attr:`lost`, the reason, if it is silent."""
 
     def __init__(self, backend: SGLangBackend, loop: RequestLoop, timeout_s: float) -> None:
         self._backend, self._loop, self._timeout_s = backend, loop, timeout_s
@@ -40,10 +31,7 @@ class SchedulerLiveness:
         self._silent_s, self._checked = 0.0, time.monotonic()
 
     def check(self) -> None:
-        """Set :attr:`lost` if the scheduler is silent for too long.
-
-        Call it at least every :data:`LONGEST_GAP_S` seconds while requests run.
-        """
+        """Set :attr:`lost` after a long silence; call it every :data:`LONGEST_GAP_S` seconds while requests run."""
         now = time.monotonic()
         self._silent_s += min(now - self._checked, LONGEST_GAP_S)
         self._checked = now
@@ -64,12 +52,7 @@ class SchedulerLiveness:
 
 
 class StoppedProcesses:
-    """Finds processes of SGLang that stay stopped during a control call, in which a busy scheduler may be silent.
-
-    Args:
-        backend: the running SGLang.
-        timeout_s: seconds after which a stopped process counts as lost.
-    """
+    """Finds processes that stay stopped during a control call, in which a busy scheduler may be silent."""
 
     def __init__(self, backend: SGLangBackend, timeout_s: float) -> None:
         self._backend, self._timeout_s = backend, timeout_s

@@ -11,7 +11,7 @@ from megarl.models import ModelConfig
 from megarl.models.declaration import FP8_BLOCK
 from megarl.models.rope import attention_factor
 from megarl.rollout.interface import EngineOptions
-from megarl.rollout.sglang.model_arguments import model_arguments, positions_of_full_attention
+from megarl.rollout.sglang.options import model_arguments, positions_of_full_attention
 from megarl.sharding.quantization import check_blocks
 
 CPU_MULTIPLE = 32
@@ -19,11 +19,7 @@ CPU_MULTIPLE = 32
 
 
 def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
-    """Refuse models that SGLang does not support on such a replica, or stores in another form.
-
-    Raises:
-        ModelError: names the part or the size.
-    """
+    """Refuse models that SGLang does not support on such a replica, or stores in another form, by a ModelError."""
     tp = options.tensor_parallel_size
     if config.latent is not None and config.num_attention_heads % tp:
         raise ModelError(
@@ -124,11 +120,7 @@ def _check_sinks(config: ModelConfig, options: EngineOptions) -> None:
 
 
 def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
-    """Refuse models that SGLang would pad on a CPU: it needs whole heads and multiples of 32 on every rank.
-
-    Raises:
-        ModelError: names the size.
-    """
+    """Refuse models that SGLang would pad on a CPU: it needs whole heads and multiples of 32 on every rank."""
     sizes = {
         "num_attention_heads": (config.num_attention_heads, tp),
         "num_key_value_heads": (config.num_key_value_heads, tp),
@@ -147,11 +139,7 @@ def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
 
 
 def check_quantization(config: ModelConfig, options: EngineOptions) -> None:
-    """Refuse models and devices whose weights SGLang would not hold in blockwise FP8, or in another form.
-
-    Raises:
-        ModelError: names the key and the reason.
-    """
+    """Refuse models and devices whose weights SGLang would not hold in blockwise FP8, or in another form."""
     setting = f"{QUANTIZATION_KEY}={FP8} with rollout.name=sglang"
     if options.device == "cpu":
         raise ModelError(

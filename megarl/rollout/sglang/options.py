@@ -6,6 +6,7 @@ import dataclasses
 import difflib
 import functools
 import importlib.util
+import json
 import os
 import shutil
 import sys
@@ -16,14 +17,19 @@ from typing import Any
 
 from megarl.base.allocators import without_expandable_segments
 from megarl.base.errors import ConfigError
+from megarl.base.json_text import parse_json
 from megarl.base.packages import is_installed
 from megarl.base.ports import GLOO_INTERFACE, collective_interfaces
 from megarl.config.schema.rollout import FP8
-from megarl.models import read_model_config
+from megarl.models import ModelConfig, read_model_config
 from megarl.models.declaration import FP8_BLOCK
 from megarl.rollout.interface import EngineOptions
-from megarl.rollout.sglang.model_arguments import KEY, model_arguments, with_overrides
 
+KEY = "rollout.engine_kwargs.sglang"
+OVERRIDES = "json_model_override_args"
+"""Argument of SGLang with fields that replace those of the model's config."""
+KERNELS_ARGUMENT, EXPERT_KERNELS = "moe_runner_backend", "triton"
+"""SGLang's argument that selects kernels of experts, and the kernels whose experts with biases are not transposed."""
 MODES = ("in_process", "http")
 LOADER = "megarl.sharding.sglang_loader.load"
 """Import path of the weight loader for SGLang's ranks."""
@@ -100,13 +106,7 @@ SHIM = Path(__file__).parent / "cpu_shim"
 
 @dataclass(frozen=True)
 class EngineNodes:
-    """The nodes of an SGLang whose ranks are on several nodes.
-
-    Attributes:
-        hosts: address of each node; the front end is on the first one.
-        port: port of the rendezvous store on the first node.
-        number: number of this node.
-    """
+    """Nodes of one SGLang; the front end, and the store at ``port``, are on the first host."""
 
     hosts: tuple[str, ...]
     port: int
@@ -121,22 +121,13 @@ class EngineNodes:
 
 @dataclass(frozen=True)
 class SGLangOptions(EngineOptions):
-    """Options of :class:`megarl.rollout.sglang.engine.SGLangEngine`.
+    """Options of SGLang; those without a line here are keys of :class:`megarl.config.schema.rollout.SGLangConfig`.
 
     Attributes:
-        mode: ``in_process`` runs SGLang's front end in the caller's process (one engine per process, and no running
-            event loop in the same thread); ``http`` starts a server.
+        mode: ``in_process`` has one engine per process, and no running event loop in the same thread.
         url: URL of a running server, which the engine does not end; implies ``mode=http``.
         api_key: key that the server demands; None = a random one for a started server.
-        host: host on which a started server listens.
         port: its port; 0 = a free one.
-        server_args: further fields of SGLang's ``ServerArgs``; fields that the engine sets are refused.
-        deterministic: SGLang's deterministic mode, in which a request's seed determines its tokens. None = on a CPU
-            only: it is slower on a GPU. Without it SGLang draws all requests from one generator.
-        stop_strings: whether requests may have stop strings; SGLang then loads the tokenizer and decodes every
-            response. None = if the folder has a tokenizer.
-        start_timeout_s: timeout of the start, in seconds.
-        call_timeout_s: timeout of calls that move weights or memory, in seconds.
         health_timeout_s: seconds after which a scheduler counts as lost that does not respond while requests run, or
             whose process is stopped during a call.
         nodes: nodes of the ranks, with equal numbers of ranks; None = all are on this node.
@@ -176,8 +167,6 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
 
     Args:
         folder: model folder; only its config and, with stop strings, its tokenizer are read.
-        max_model_len: maximum tokens of prompt and response.
-        options: options of the engine.
 
     Raises:
         ConfigError: ``options.server_args`` has an argument that the engine sets, or that SGLang does not have; or
@@ -222,6 +211,55 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
             code="sglang.routes-version",
         )
     return {name: value for name, value in arguments.items() if name in supported or name not in _OPTIONAL}
+
+
+def model_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:
+    """Return SGLang's arguments with those that the model needs.
+
+    Raises:
+        ConfigError: the user's arguments select other kernels, or their overrides of the config are no JSON object.
+    """
+    result = dict(arguments)
+    if config.experts is not None and config.experts.biases:
+        chosen = arguments.get(KERNELS_ARGUMENT, EXPERT_KERNELS)
+        if chosen != EXPERT_KERNELS:
+            raise ConfigError(
+                f"{KEY}.server_args.{KERNELS_ARGUMENT}={chosen!r} is not supported for {config.architecture}: SGLang "
+                f"would store its experts in another form than weight syncs write; set {EXPERT_KERNELS!r} or remove it",
+                code="sglang.expert-kernels",
+            )
+        result[KERNELS_ARGUMENT] = EXPERT_KERNELS
+    if (positions := positions_of_full_attention(config)) is not None:
+        result |= with_overrides(result, {"rope_parameters": positions})
+    return result
+
+
+def positions_of_full_attention(config: ModelConfig) -> dict[str, Any] | None:
+    """Return the rotary embedding of OLMo 3's layers with full attention, if the config has one per kind of layer.
+
+    SGLang reads one for all layers, and leaves its scaling out of layers with a window. From a config with one per kind
+    of layer, as transformers 5 writes it, it would read neither base nor scaling.
+    """
+    positions = config.raw.get("rope_parameters")
+    if config.architecture != "Olmo3ForCausalLM" or not positions or "full_attention" not in positions:
+        return None
+    return dict(positions["full_attention"])
+
+
+def with_overrides(arguments: Mapping[str, Any], fields: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the argument that replaces fields of the model's config, with the user's replacements.
+
+    Raises:
+        ConfigError: the user's replacements are no JSON object.
+    """
+    text = arguments.get(OVERRIDES) or "{}"
+    try:
+        overrides = dict(parse_json(text))
+    except (ValueError, TypeError) as error:
+        raise ConfigError(
+            f"{KEY}.server_args.{OVERRIDES}={text!r}: expected a JSON object: {error}", code="sglang.config-overrides"
+        ) from None
+    return {OVERRIDES: json.dumps({**overrides, **fields})}
 
 
 def quantization_args(server_args: Mapping[str, Any]) -> dict[str, Any]:
@@ -320,10 +358,7 @@ def field_names(kind: type) -> list[str]:
 
 
 def request_of(name: str, fields: dict[str, Any]) -> Any:
-    """Create a structure of ``sglang.srt.managers.io_struct`` with the ``fields`` that this version supports.
-
-    Newer versions have fields that older ones lack; none of the dropped fields matters to them.
-    """
+    """Create a structure of ``io_struct`` with the ``fields`` of this version; an older one needs no others."""
     from sglang.srt.managers import io_struct
 
     kind = getattr(io_struct, name)
@@ -367,9 +402,6 @@ class RankRendezvous:
 
     On one node this object hosts it on loopback; of several nodes, the first one hosts it. Otherwise SGLang's rank 0
     hosts a store that listens on all interfaces.
-
-    Args:
-        options: options of the engine.
 
     Attributes:
         variables: environment variables of SGLang's processes, which make all its ranks clients of the store.

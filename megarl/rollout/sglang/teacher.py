@@ -84,15 +84,7 @@ class TokenGrades(NamedTuple):
 
 
 class TeacherServers:
-    """Client of the servers of a teacher, which all have the same model.
-
-    Args:
-        key: config key of the teacher, for errors.
-        config: URLs, limits and retries.
-
-    Raises:
-        TeacherError: the environment variable with the API key is not set.
-    """
+    """Client of a teacher's servers, which all have one model; ``key`` is the teacher's config key."""
 
     def __init__(self, key: str, config: TeacherServerConfig) -> None:
         self.key, self.config = key, config
@@ -128,11 +120,7 @@ class TeacherServers:
         return [next(grades) if row.response else empty for row in rows]
 
     def token_texts(self, ids: Sequence[int]) -> list[str]:
-        """Return the texts of tokens by a server's tokenizer; the model computes nothing.
-
-        Raises:
-            TeacherError: the server has no tokenizer, or does not answer.
-        """
+        """Return the texts of tokens by a server's tokenizer, if it has one; the model computes nothing."""
         parts = [ids[start : start + _TEXTS_PER_REQUEST] for start in range(0, len(ids), _TEXTS_PER_REQUEST)]
 
         async def texts(part: Sequence[int]) -> list[str]:
@@ -243,7 +231,7 @@ class TeacherServers:
                 wait_s = min(2 * wait_s, _LONGEST_WAIT_S)
             backend = self._backends[next(self._next) % len(self._backends)]
             try:
-                status, body = await asyncio.wait_for(backend.post(path, fields), self.config.timeout_s)
+                status, body = await asyncio.wait_for(backend.send("POST", path, fields), self.config.timeout_s)
             except TimeoutError:
                 reason = f"{backend.url} did not answer within {self.key}.timeout_s={self.config.timeout_s:g}"
                 continue

@@ -57,10 +57,6 @@ class WeightSession(ReplicaReceiver):
     until it hangs up. Until then SGLang does nothing else, so each control call hangs up first.
 
     Args:
-        config: the model.
-        options: options of the engine.
-        backend: the running SGLang.
-        loop: event loop of its calls.
         watch: returns the watch of a call that begins now, by its name for errors.
         check_idle: raises if the engine cannot begin an update now.
 
@@ -140,7 +136,6 @@ class WeightSession(ReplicaReceiver):
         self._ranks = [spec.plan.rank for spec in specs]
 
     def begin(self, version: int) -> None:
-        """See :meth:`ReplicaReceiver.begin`."""
         self._drop_weights(version)
         if not self._ranks:
             raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
@@ -151,13 +146,11 @@ class WeightSession(ReplicaReceiver):
             self._command("begin", [(version,)] * self._tp)
 
     def open(self, session: int) -> None:
-        """See :meth:`ReplicaReceiver.open`."""
         if session != self._transfer:
             self._query("open", [(session, self._interface)] * self._tp)
             self._transfer = session
 
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
-        """See :meth:`ReplicaReceiver.import_bucket`."""
         if self._update is None:
             raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
         with self._abandoning_on_error():  # a rank may have written its part
@@ -171,7 +164,6 @@ class WeightSession(ReplicaReceiver):
         return [*(TransferUsage(*reply.values) for reply in replies), TransferUsage(self._largest_command)]
 
     def end(self, version: int) -> None:
-        """See :meth:`ReplicaReceiver.end`."""
         if self._update is None:
             raise WeightSyncError(NOT_OPEN, code="sync.no-open-update")
         with self._abandoning_on_error():
@@ -256,7 +248,6 @@ class WeightSession(ReplicaReceiver):
         """Send a command to every rank and return the replies.
 
         Args:
-            action: method of the loader.
             arguments: its arguments by rank.
 
         Raises:
@@ -382,7 +373,6 @@ class CommandChannel:
         """Wait until all ranks of the last :meth:`invite` have connected.
 
         Args:
-            ranks: number of ranks.
             check: called again and again; raises if no rank will connect any more.
         """
         with self._changed:

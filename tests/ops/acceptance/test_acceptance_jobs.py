@@ -12,7 +12,7 @@ import torch
 from support.waits import LIMIT_S, wait_for_end, wait_until
 
 from megarl.megatron import MegatronOptions, OptimizerOptions
-from megarl.megatron.checkpoint.sharded import save_sharded
+from megarl.megatron.checkpoint.sharded import begin_save
 from megarl.ops.acceptance.jobs import DECAY, UPDATES, lost_moments
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine
 from megarl.ops.acceptance.speed import one_step
@@ -29,7 +29,7 @@ def train_and_save(run: Path, *steps: int) -> None:
             for _ in range(UPDATES * (step - done)):
                 one_step(engine, FIELDS, tokens=8)
             done = step
-            save_sharded(engine, run / "checkpoints" / f"global_step_{step}" / "actor")
+            begin_save(engine, run / "checkpoints" / f"global_step_{step}" / "actor").finish()
 
 
 def test_resume_without_the_optimizer_state_is_found(tmp_path: Path) -> None:
