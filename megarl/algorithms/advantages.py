@@ -35,7 +35,8 @@ class AdvantageInputs:
     """Inputs of an advantage estimator.
 
     Tensors ``[b, R]`` are padded; with ``lengths``, they are packed tokens ``[n]`` instead (see
-    :mod:`megarl.algorithms.masked`). A user's estimator always gets padded tensors.
+    :mod:`megarl.algorithms.masked`). A user's estimator gets padded tensors, unless it ``reads_packed``. Padded tensors
+    are copies, which a function may overwrite; packed tokens belong to the batch.
 
     Attributes:
         token_level_rewards: ``[b, R]``, the reward of each response token. A reward on a token outside the mask belongs
@@ -185,13 +186,19 @@ class AdvantageEstimator:
         """Compute advantages and returns like a call, without the whitening that follows the function.
 
         Raises:
-            ValueError: the inputs lack a required field.
+            ValueError: the inputs lack a required field, or the function has changed packed tokens in place.
         """
         for field in self.needs:
             if getattr(inputs, field) is None:
                 raise ValueError(f"advantage estimator {self.name!r} needs `{field}`: {_INPUT_MEANINGS[field]}")
         inputs = inputs.in_full_precision()
-        advantages, returns = self.function(inputs.packed() if self.reads_packed else inputs.padded())
+        read = inputs.packed() if self.reads_packed else inputs.padded()
+        columns = read._token_columns() if self.reads_packed else {}
+        versions = {name: tensor._version for name, tensor in columns.items() if not tensor.is_inference()}
+        advantages, returns = self.function(read)
+        changed = [name for name, version in versions.items() if columns[name]._version != version]
+        if changed:
+            raise ValueError(f"advantage estimator {self.name!r} changes {changed} in place; clone them first")
         return inputs.like_tokens(advantages), inputs.like_tokens(returns)
 
 

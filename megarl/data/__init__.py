@@ -15,9 +15,9 @@ if TYPE_CHECKING:
     from megarl.data.labelled_responses import KTO_COLUMNS, LabelledResponses
     from megarl.data.loader import StatefulLoader
     from megarl.data.packing import check_longest, common_micro_batch_count, fewest_micro_batches, plan_micro_batches
-    from megarl.data.protocol import DataProto
+    from megarl.data.protocol import DataProto, sequence_lengths, token_counts
     from megarl.data.rows import check_files
-    from megarl.data.sequences import attention_mask_of, pad_left, pad_right, sequence_lengths, token_counts
+    from megarl.data.sequences import attention_mask_of, pad_left, pad_right
     from megarl.data.supervised_datasets import PairDataset, SFTDataset
 
 _MODULES = {
@@ -42,9 +42,9 @@ _MODULES = {
     "pad_left": "sequences",
     "pad_right": "sequences",
     "plan_micro_batches": "packing",
-    "sequence_lengths": "sequences",
+    "sequence_lengths": "protocol",
     "stratified_minibatch_order": "balance",
-    "token_counts": "sequences",
+    "token_counts": "protocol",
 }
 
 __all__ = [

@@ -159,9 +159,10 @@ class RaggedColumn(NamedTuple):
             return self.values.dense()
         return self.values.dense(self.lengths) if isinstance(self.values, EndValues) else self.values
 
-    def joined(self) -> RaggedColumn:
-        """Return the column with the values of its rows in one array."""
-        return self._replace(values=self.values.dense()) if isinstance(self.values, RowValues) else self
+    def local(self) -> RaggedColumn:
+        """Return the column with its values in one array of this process; end values, and values on the way, stay."""
+        remote = isinstance(self.values, RemoteValues) and self.values.attached
+        return self._replace(values=self.array()) if remote or isinstance(self.values, RowValues) else self
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of all rows in a dtype, by default that of the padded tensor; possibly a view."""
@@ -169,7 +170,7 @@ class RaggedColumn(NamedTuple):
         array = self.array()
         if array is None:
             return torch.ones(int(self.lengths.sum()), dtype=dtype)
-        values = torch.from_numpy(array)
+        values = torch.from_numpy(writeable(array))
         return (values.view(torch.bfloat16) if self.torch_dtype == torch.bfloat16 else values).to(dtype)
 
     def padded(self) -> Tensor:
@@ -194,14 +195,10 @@ class RaggedColumn(NamedTuple):
             return selected._replace(values=EndValues(rows.of(self.values.ends)))
         if isinstance(self.values, RowValues) and len(rows.rows):
             return selected._replace(values=RowValues([self.values.rows[row] for row in rows.rows.tolist()]))
-        column = self.joined()
-        assert isinstance(column.values, np.ndarray)
+        array = self.values.dense() if isinstance(self.values, RowValues) else self.values
         ends = np.cumsum(self.lengths)[rows.rows].tolist()
-        parts = [
-            column.values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length
-        ]
-        values = np.concatenate(parts) if parts else column.values[:0]
-        return selected._replace(values=values)
+        parts = [array[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length]
+        return selected._replace(values=np.concatenate(parts) if parts else array[:0])
 
 
 def row_starts(alignment: Alignment, width: int, lengths: np.ndarray, starts: np.ndarray | None) -> np.ndarray:

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.data.balance import balanced_partition
 from megarl.data.packing import fewest_micro_batches
-from megarl.data.sequences import sequence_lengths
+from megarl.data.protocol import sequence_lengths
 
 if TYPE_CHECKING:
     from megarl.data.protocol import DataProto

@@ -18,7 +18,7 @@ from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.loop.trained_batches import TrainedBatches
 from megarl.trainer.metrics.step_metrics import Metrics
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
-from megarl.trainer.phases.model_passes import ModelPass
+from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass
 from megarl.trainer.phases.reference_phase import BatchPhase
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
@@ -98,8 +98,8 @@ class PPOTrainer:
             with self.phase("step"), contextlib.closing(self.batches(step)) as batches:
                 # 1. Rollout replicas generate (gen); reward processes and the reward model score (reward).
                 for batch, metrics in batches:
-                    # 2. Driver: order the rows so that all mini-batches have equal work.
-                    batch = self.balance(batch)
+                    # 2. Driver: order the rows so that all mini-batches have equal work; tokens to the object store.
+                    batch = self.roles.actor.store(ROW_VERB, self.balance(batch))
                     # 3. Actor, reference, teacher and critic workers: old_log_prob, ref, teacher and values.
                     for passes in phases.passes:
                         for columns in self.run_passes(passes, batch, step, metrics):
