@@ -150,8 +150,6 @@ class AdvantageEstimator:
     """An estimator function together with the optional inputs that it requires.
 
     Attributes:
-        name: shown in messages.
-        function: maps inputs to advantages and returns.
         needs: required fields of :class:`AdvantageInputs` among the fields that may be None.
         reads_packed: whether the function reads packed tokens and returns them; else padded tensors.
         scope: ``rows``: the result of a row depends on that row only, so that processes estimate their rows

@@ -21,7 +21,6 @@ class LossCounts(NamedTuple):
     """Normalizers of a loss; counts of parts add up to counts of the whole.
 
     Attributes:
-        tokens: trained tokens.
         sequences: sequences with at least one trained token.
     """
 
@@ -99,7 +98,6 @@ def token_weights(
     Args:
         response_mask: ``[b, R]``, or packed ``[n]`` together with ``lengths``; 1 for trained tokens.
         global_tokens: trained tokens of the whole mini-batch, over all ranks (see :func:`loss_counts`).
-        global_sequences: its sequences with a trained token.
         lengths: ``[b]`` integers that add up to ``n``: the tokens of each packed sequence. Sequences must be complete.
         horizon: the divisor of ``seq-mean-token-sum-norm``.
 

@@ -128,7 +128,6 @@ class FixedKLController:
     """A constant coefficient.
 
     Args:
-        value: the coefficient.
         target_kl: not read.
         horizon: not read.
     """
@@ -154,7 +153,6 @@ class AdaptiveKLController:
     ``beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_samples / horizon``.
 
     Args:
-        value: the initial coefficient.
         target_kl: target of the KL, in the unit of ``update``'s ``current_kl``; above 0.
         horizon: samples over which the coefficient adapts.
     """

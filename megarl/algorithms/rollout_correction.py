@@ -67,7 +67,6 @@ class Correction:
 
     Attributes:
         level: of the importance weights, see :func:`importance_weights`; None = no weights.
-        truncation: bounds of the weights.
         rules: rejection rules; empty = none.
     """
 
@@ -161,7 +160,6 @@ def importance_weights(
         compared: ``[b, R]``, 0 or 1.
         trained: ``[b, R]``, 0 or 1.
         level: ``token``: ``r`` of the token; ``sequence``: the product of all ``r`` of its sequence.
-        truncation: bounds of the weights.
         mean: divides the truncated weights: :attr:`WeightMoments.mean` of the batch, to normalize them.
         lengths: ``[b]`` of packed tokens; None = rectangles.
 

@@ -82,7 +82,6 @@ def anchor_groups(states: Sequence[Sequence[State]], group_ids: Sequence[Hashabl
 
     Args:
         states: one state per turn of each row.
-        group_ids: prompt of each row.
         similarity: None: states of a group are equal. Otherwise a state joins the first group whose first state is at
             least so similar, by the ratio of ``difflib.SequenceMatcher``.
 
@@ -126,7 +125,6 @@ def sums_per_turn(values: Tensor, turns: Turns, lengths: Tensor | None = None) -
 
     Args:
         values: ``[b, R]``, or packed ``[n]``.
-        turns: of the responses.
         lengths: ``[b]`` of packed tokens; None = rectangles.
     """
     (values, counts), (numbers, _) = flat_tokens(values, lengths), flat_tokens(turns.numbers, lengths)

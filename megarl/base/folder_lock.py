@@ -82,7 +82,6 @@ def folder_lock(
     Args:
         file: the lock file; its folder exists.
         remedy: last sentence of the error.
-        describe: describes the holder in the error.
 
     Raises:
         ConfigError: another process holds the lock, or the file cannot be written; names folder and holder.

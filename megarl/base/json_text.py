@@ -67,7 +67,6 @@ def read_json_object(file: Path, error: type[MegarlError]) -> dict[str, Any]:
 
     Args:
         file: the file, in UTF-8.
-        error: the class of the error.
 
     Raises:
         MegarlError: the file cannot be read, is not JSON, is no object, or is nested too deeply; names it.

@@ -148,7 +148,6 @@ class TimestampedStream(WrappedStream):
     """Prefixes each line with time and label.
 
     Args:
-        stream: line-buffered stream to write to.
         label: text in place of a log level.
     """
 
@@ -185,7 +184,6 @@ def redirect_output(file: Path, level: str, facts: str = "") -> Path:
 
     Args:
         file: the log file; its folder is created.
-        level: name of the lowest logged level.
         facts: text for the first line of the file.
 
     Returns:
@@ -227,7 +225,6 @@ def configure_logging(level: str, handlers: Iterable[logging.Handler]) -> None:
     """Make these the only log handlers; DEBUG lines of other packages are dropped.
 
     Args:
-        level: lowest level of megarl's lines.
         handlers: handlers; the default formatter is that of log files.
     """
     root, number = logging.getLogger(), logging.getLevelNamesMapping()[level]
@@ -307,7 +304,6 @@ def driver_log(folder: Path, level: str) -> Iterator[Path]:
 
     Args:
         folder: folder of the run's logs; it is created.
-        level: name of the lowest logged level.
     """
     path = folder / f"{DRIVER}.log"
     root = logging.getLogger()

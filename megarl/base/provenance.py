@@ -36,11 +36,7 @@ def install_command(extra: str) -> str:
 
 
 def installed_versions(also: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the versions of Python, megarl and its main packages; missing packages are skipped.
-
-    Args:
-        also: further packages.
-    """
+    """Return the versions of Python, megarl and its main packages; missing packages are skipped."""
     versions = {"megarl": __version__, "python": platform.python_version()}
     for package in _PACKAGES + also:
         try:

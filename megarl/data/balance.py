@@ -43,8 +43,6 @@ def balanced_partition(costs: Sequence[float], k: int, equal_size: bool = False)
     is therefore never above any start, and for free sizes at most 4/3 - 1/(3k) times the optimum (greedy bound).
 
     Args:
-        costs: cost of each item.
-        k: number of parts.
         equal_size: give each part the same number of items; otherwise sizes may differ, and parts are empty only with
             fewer items than parts.
 
@@ -78,9 +76,7 @@ def balance_mini_batches(
     balanced separately.
 
     Args:
-        costs: cost of each row.
         num_mini_batches: optimizer steps over these rows.
-        dp: data-parallel ranks.
         equal_size: give every rank the same number of rows of a mini-batch; otherwise at least one.
 
     Returns:
@@ -114,7 +110,6 @@ def stratified_minibatch_order(lengths: Sequence[int], num_mini_batches: int, gr
     class. The order is a function of the arguments alone, in particular independent of the number of ranks.
 
     Args:
-        lengths: tokens of each row.
         num_mini_batches: number of equal slices of the order.
         group: consecutive rows that stay together, such as the responses to one prompt.
 

@@ -45,8 +45,6 @@ class DenseColumn(NamedTuple):
 
     Attributes:
         data: its bytes, ``uint8``; numpy has no bfloat16.
-        shape: shape of the tensor.
-        dtype: name of the torch dtype.
     """
 
     data: np.ndarray
@@ -143,7 +141,6 @@ class Columns(Mapping[str, Tensor]):
         """Return the entries of all rows of a declared column in order, by the token spans of the batch.
 
         Args:
-            name: of the column.
             dtype: of the result; None = that of the column.
 
         Raises:
@@ -290,7 +287,6 @@ def join_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> Colum
     """Concatenate the rows of several batches; declared columns get the width of the widest part.
 
     Args:
-        parts: the batches.
         rows: positions in the concatenation that the result has, in order; None = all.
 
     Raises:

@@ -44,9 +44,7 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
     """A subset of the rows of files, in file order.
 
     Args:
-        source: all rows.
         max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
-        sample_seed: seed of the draw.
     """
 
     def __init__(self, source: Rows, max_samples: int = -1, sample_seed: int | None = None) -> None:
@@ -104,7 +102,6 @@ def sample_rows(rows: int, max_samples: int, seed: int | None) -> np.ndarray:
     """Choose the numbers of the rows to keep, ascending.
 
     Args:
-        rows: number of rows.
         max_samples: rows to keep; -1 = all.
         seed: seed of the draw; None = keep the first rows.
     """
@@ -134,7 +131,6 @@ def collate_prompts(samples: Sequence[Sample], pad: int) -> DataProto:
     """Collate samples with ``prompt_ids`` to a batch; their other entries become non-tensor columns.
 
     Args:
-        samples: with the same entries each.
         pad: token id that pads the prompts at their left.
     """
     prompt_ids = [sample["prompt_ids"] for sample in samples]
@@ -160,13 +156,11 @@ class RLHFDataset(RowDataset):
         prompt_key: column of the prompt: chat messages, or a text.
         truncation: treatment of a longer prompt: ``error``, or cut it at its ``left``, ``right`` or ``middle``.
         filter_overlong_prompts: drop and count longer prompts instead.
-        apply_chat_template_kwargs: extra arguments for the chat template.
         apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
         reward_fn_key: column with the name of the data source, for reward functions and metrics.
         system_prompt: system message of rows without one.
         tool_schemas: schemas of the tools that rows may name in the column ``tools``, by name.
         max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
-        sample_seed: seed of the draw.
         workers: processes that measure lengths; None = a number that suits the data set.
         cache_dir: folder for converted files and lengths.
         vocab_size: tokens of the model; None = unknown.

@@ -25,7 +25,6 @@ class StatefulLoader:
     it after the step that used the batch.
 
     Args:
-        dataset: map-style data set.
         batch_size: rows per batch; None for all rows in one batch.
         collate: turns the rows of a batch into a :class:`DataProto`.
         seed: the order of an epoch is a function of seed and epoch alone.
@@ -34,10 +33,7 @@ class StatefulLoader:
         order: a custom order of the rows; batch size, seed, shuffle and drop_last are then not read.
 
     Attributes:
-        dataset: the data set.
-        order: order of the rows.
         epoch: epoch of the next batch, from 0.
-        last_rows: row numbers of the last batch.
         dropped_per_epoch: rows that ``drop_last`` drops in each epoch; with shuffling different rows in each.
 
     Raises:

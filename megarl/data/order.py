@@ -28,7 +28,6 @@ class RowOrder(Protocol):
 
     Attributes:
         batch_size: rows of a batch; the last batch of an epoch may have fewer.
-        batches_per_epoch: batches of an epoch.
         dropped_per_epoch: rows that an epoch drops because they do not fill a batch.
         identity: fingerprint that a resumed state must match, as plain values.
     """
@@ -84,14 +83,11 @@ class EpochOrder(StatelessOrder):
     """All rows once per epoch: in file order, shuffled by ``(seed, epoch)``, or sorted by difficulty (curriculum).
 
     Args:
-        rows: number of rows.
         batch_size: rows per batch; None = all.
-        seed: seed of the shuffling.
         shuffle: False keeps the order of the files.
         drop_last: drop the rows of an epoch that do not fill a batch.
         difficulty: ``[rows]``, the sort key of the first ``sorted_epochs`` epochs, ascending. Rows of equal difficulty
             keep the order of an epoch without sorting. None = no sorting.
-        sorted_epochs: number of sorted epochs.
 
     Raises:
         DataError: there is no row, or not one batch.
@@ -259,8 +255,6 @@ class MixedSet:
     """A data set of a mixture.
 
     Attributes:
-        name: name in metrics.
-        rows: number of rows.
         weight: weight relative to the other sets.
     """
 
@@ -275,9 +269,6 @@ class MixtureOrder:
     An epoch of the mixture is the number of batches that all rows together fill.
 
     Args:
-        sets: data sets in the order of their row numbers.
-        batch_size: rows per batch.
-        seed: seed of the shuffling.
         shuffle: False: each set keeps the order of its files.
 
     Raises:

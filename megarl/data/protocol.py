@@ -33,7 +33,6 @@ class DataProto:
     Args:
         batch: tensors ``[rows, ...]`` by column; None if the batch has no tensors.
         non_tensor_batch: object arrays ``[rows]`` by column.
-        meta_info: values that hold for all rows.
 
     Attributes:
         tensors: the tensor columns by name; each read copies, like :meth:`padded`.
@@ -95,7 +94,6 @@ class DataProto:
         Args:
             tensors: each ``[b, ...]``.
             non_tensors: each a sequence or array of b values, of any type.
-            meta_info: copied.
 
         Raises:
             DataError: columns differ in their number of rows, a value is not a tensor or has no row dimension, or a
@@ -135,7 +133,6 @@ class DataProto:
         Response-aligned columns have the lengths of ``sequence_lengths(batch)[1]``.
 
         Args:
-            name: of the column.
             dtype: of the result; None = that of the column.
 
         Raises:

@@ -86,7 +86,6 @@ class RaggedColumn(NamedTuple):
 
         Args:
             column: declaration.
-            rows: values of each row.
             pad: padding value; None = the declaration's.
         """
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
@@ -117,8 +116,6 @@ class RaggedColumn(NamedTuple):
             column: declaration.
             values: ``[sum of lengths, ...]``; booleans get the declared dtype.
             lengths: ``[b]`` entries per row.
-            starts: see the attributes.
-            width: width of the padded tensor.
         """
         if values.dtype == torch.bool:
             name, array = dtype_name(column.dtype), values.to(torch.int8).numpy()
@@ -205,8 +202,6 @@ def row_starts(alignment: Alignment, width: int, lengths: np.ndarray, starts: np
     """Return the position of each row's first entry in a padded tensor, ``[b]``.
 
     Args:
-        alignment: of the column.
-        width: of the tensor.
         lengths: ``[b]`` entries per row.
         starts: see :class:`RaggedColumn`.
     """
@@ -230,8 +225,6 @@ def join_ragged(
 
     Args:
         columns: the same column of each batch, equal in dtype, alignment and trailing shape.
-        widths: widths of each batch.
-        width: widths of the result.
         rows: positions in the concatenation that the result has, in order; None = all.
         joined: places that were joined before, for the columns of one batch; gets those of this column.
     """

@@ -94,9 +94,7 @@ class RowPlaces(NamedTuple):
         """Copy the values of the rows of a column, in order; a view if they are adjacent in one chunk.
 
         Args:
-            name: of the column.
             lengths: ``[b]`` values per row.
-            chunks: by reference.
         """
         arrays = [chunks[reference][name] for reference in self.references]
         ends = self.begins + lengths
@@ -112,7 +110,6 @@ class RemoteValues(NamedTuple):
     """Values of a ragged column outside this process.
 
     Attributes:
-        places: of the rows.
         name: of the column in the chunks.
         trailing: shape of one entry; empty for scalars.
     """
@@ -140,11 +137,7 @@ class RemoteValues(NamedTuple):
 
 
 class RowSelection:
-    """Selects rows of arrays and places; an object that several columns share is selected once and stays shared.
-
-    Args:
-        rows: positions of the rows.
-    """
+    """Selects rows of arrays and places; an object that several columns share is selected once and stays shared."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self.rows = rows

@@ -35,7 +35,6 @@ def write_values(
     """Write the values of all ragged columns that are in this process to chunks; return the batch with remote values.
 
     Args:
-        batch: with declared columns, padded or ragged.
         parts: rows of each chunk; together all rows, a row may repeat.
         write: writes a chunk and returns the reference to it.
 

@@ -54,13 +54,10 @@ class SFTDataset(RowDataset):
         messages_key: column of whole conversations, which are read instead of prompts and responses; every assistant
             message is trained on. None = prompts and responses.
         truncation: treatment of a longer row: ``error``, ``left`` or ``right``.
-        apply_chat_template_kwargs: extra arguments for the chat template.
         apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
         system_prompt: system message of rows without one.
         max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
-        sample_seed: seed of the draw.
         workers: processes that measure lengths; None = a number that suits the data set.
-        cache_dir: folder for converted files and lengths.
         vocab_size: tokens of the model; None = unknown.
 
     Attributes:
@@ -212,12 +209,9 @@ class PairDataset(RowDataset):
         answer_keys: columns of the better and the worse response: texts, or lists of messages.
         margin_key: column of margins (numbers); None = no margins.
         truncation: treatment of a longer sequence: ``error``, ``left`` or ``right``.
-        apply_chat_template_kwargs: extra arguments for the chat template.
         apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
         system_prompt: system message of rows without one.
         max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
-        sample_seed: seed of the draw.
-        cache_dir: folder for converted files.
         with_prompt_tokens: also return the number of prompt tokens of each sequence, for losses on the responses.
         vocab_size: tokens of the model; None = unknown.
 

@@ -45,8 +45,6 @@ class GroupCount:
 
     Attributes:
         group: name and ranks, identical on all its ranks, such as ``tensor-model-parallel [0, 1]``.
-        issued: number of collectives that this process has issued.
-        last: name of the last collective.
     """
 
     group: str
@@ -60,7 +58,6 @@ class BoardContent:
 
     Attributes:
         spans: open spans, outermost first.
-        groups: collective counts by group.
         thread: identifier of the thread whose spans these are; 0 = unknown.
     """
 

@@ -35,9 +35,7 @@ class ObservedProcess:
 
     Attributes:
         role: name of its role; ``driver`` and ``reward process`` for processes without a role.
-        rank: rank within the role.
         host: address of its node.
-        report: its observed state.
     """
 
     role: str

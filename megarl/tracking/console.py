@@ -42,7 +42,6 @@ class Console:
 
     Args:
         total_steps: steps of the run, for the progress bar; None = unknown.
-        columns: columns of the table.
         output: the rich console to print on; standard output by default.
         quiet: print warnings and the closing summary only.
     """
@@ -254,11 +253,7 @@ def _count(steps: int) -> str:
 
 
 class _ProgressLines:
-    """Prints the progress of a phase: its first and last report, and others every few seconds.
-
-    Args:
-        show: prints a line.
-    """
+    """Prints the progress of a phase: its first and last report, and others every few seconds."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show

@@ -98,8 +98,6 @@ class SubprocessTracker(Tracker):
     Args:
         name: entry of ``trainer.logger``; the subprocess imports the class.
         run: description of the run; ``timeout_s`` limits each call.
-        report: prints a message to the user.
-        policy: retries and limits.
     """
 
     def __init__(

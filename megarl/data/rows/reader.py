@@ -99,8 +99,6 @@ def check_files(
     """Check data files at the start of a run: schema and row count, and for JSON the first rows.
 
     Args:
-        files: paths or patterns.
-        required_columns: columns that each file must have.
         field: configuration key of the files, for messages.
         prompt_key: column that must contain chat messages, if any.
         text_columns: columns that must contain strings or messages.
@@ -149,7 +147,6 @@ class Rows:
     Args:
         files: paths or patterns, in order: parquet, JSON lines (``.jsonl``, ``.json``), or folders of
             ``datasets.save_to_disk``.
-        prompt_key: column of the chat messages.
         required: other columns that must exist without nulls.
         text_columns: columns that must exist without nulls and contain strings or messages.
         optional: columns of every row, None if the file does not have them.
@@ -157,9 +154,7 @@ class Rows:
         cache_dir: folder for converted files, see :class:`megarl.data.rows.cache.Cache`.
 
     Attributes:
-        files: the expanded paths.
         columns: names of the columns of all files, and the optional columns.
-        cache: the cache folder.
 
     Raises:
         DataError: a file or column is missing or malformed, a value is null, a prompt has no message, or there are no

@@ -98,8 +98,9 @@ class PPOTrainer:
             with self.phase("step"), contextlib.closing(self.batches(step)) as batches:
                 # 1. Rollout replicas generate (gen); reward processes and the reward model score (reward).
                 for batch, metrics in batches:
-                    # 2. Driver: order the rows so that all mini-batches have equal work; tokens to the object store.
-                    batch = self.roles.actor.store(ROW_VERB, self.balance(batch))
+                    # 2. Driver: order the rows so that all mini-batches have equal work; tokens go to the object store.
+                    batch = self.balance(batch)
+                    batch = self.roles.actor.store(ROW_VERB, batch)
                     # 3. Actor, reference, teacher and critic workers: old_log_prob, ref, teacher and values.
                     for passes in phases.passes:
                         for columns in self.run_passes(passes, batch, step, metrics):
