@@ -219,9 +219,6 @@ def register_advantage(
 
     Args:
         needs: required inputs; None = those in :mod:`megarl.base.algorithm_names`, none for a custom estimator.
-        reads_packed: see :class:`AdvantageEstimator`.
-        scope: see :class:`AdvantageEstimator`.
-        whitens: see :class:`AdvantageEstimator`.
     """
     required = ADV_ESTIMATORS.get(names[0], ()) if needs is None else needs
 
@@ -256,7 +253,6 @@ def generalized_advantages(
         mask: ``[b, R]``, 0 or 1.
         gamma: discount per token.
         lam: 0 = one-step errors, 1 = discounted sum of rewards minus the value.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
         Advantages and returns ``A + V``, each ``[b, R]`` in the wider type of rewards and values, at least float32; 0
@@ -281,7 +277,6 @@ def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tens
     Args:
         rewards: ``[b, R]``, or packed.
         kept: same shape, bool.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
     """
     (rewards, lengths), (kept, _) = flat_tokens(rewards, lengths), flat_tokens(kept, lengths)
     steps = select_tokens(rewards, kept)

@@ -65,7 +65,6 @@ def _seq_mean_token_sum_norm(normalizers: _Normalizers) -> float:
 
 
 def _sequence_token_counts(response_mask: Tensor, lengths: Tensor | None) -> Tensor:
-    """Count the trained tokens per sequence, ``[b]``, as doubles."""
     return sequence_sums(torch.ones_like(response_mask, dtype=torch.double), response_mask, lengths)
 
 

@@ -80,7 +80,6 @@ def folder_lock(
     """Hold the lock of a folder within the block, and remove its file at the end.
 
     Args:
-        file: the lock file; its folder exists.
         remedy: last sentence of the error.
 
     Raises:

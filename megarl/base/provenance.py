@@ -17,7 +17,7 @@ from megarl.base.redaction import redact_words
 from megarl.base.version import __version__
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "ray")
-_MORE_PACKAGES = ("sglang", "transformer-engine", "flash-attn", "hydra-core", "tensordict", "numpy")
+_MORE_PACKAGES = ("sglang", "transformer-engine", "flash-attn", "hydra-core", "numpy")
 _GIT_SECONDS = 5.0
 _GPU_STACKS = {"gpu": "embedded", "sglang": "sglang"}  # by extra
 PROGRAM = "megarl"

@@ -21,7 +21,6 @@ def host_store(host: str, port: int = 0, timeout: timedelta = STORE_TIMEOUT, wor
 
     Args:
         port: 0 = a free one.
-        timeout: limit of each wait for a key.
         world_size: number of processes, this one included, to wait for; None = return at once.
 
     Raises:

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
 from functools import cached_property
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -22,7 +22,6 @@ from torch.nn import functional
 
 from megarl.base.errors import DataError
 from megarl.data.columns import COLUMNS, Column, Widths, column_widths
-from megarl.data.merging import require_same_keys
 from megarl.data.ragged import (
     EndValues,
     JoinedPlaces,
@@ -138,14 +137,7 @@ class Columns(Mapping[str, Tensor]):
         )
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the entries of all rows of a declared column in order, by the token spans of the batch.
-
-        Args:
-            dtype: of the result; None = that of the column.
-
-        Raises:
-            DataError: the batch has no ``attention_mask``, or one with holes.
-        """
+        """See :meth:`megarl.data.DataProto.packed`."""
         spans, stored = self._known_spans(name), self.stored[name]
         alignment = stored.alignment if isinstance(stored, RaggedColumn) else COLUMNS[name].alignment
         lengths, starts = regions_of(spans)[alignment]
@@ -159,36 +151,32 @@ class Columns(Mapping[str, Tensor]):
         return torch.cat(rows).to(dtype) if rows else stored.new_empty((0, *stored.shape[2:]), dtype=dtype)
 
     def row_lengths(self, name: str) -> Tensor:
-        """Count the entries of each row of a declared column, ``[b]``."""
+        """See :meth:`megarl.data.DataProto.row_lengths`."""
         stored = self.stored[name]
         alignment = stored.alignment if isinstance(stored, RaggedColumn) else COLUMNS[name].alignment
         lengths, _ = regions_of(self._known_spans(name))[alignment]
         return torch.from_numpy(lengths)
 
     def of_tokens(self, tokens: Mapping[str, Tensor]) -> Columns:
-        """Build declared columns of these rows from packed values ``[sum of lengths, ...]``.
-
-        Raises:
-            DataError: the batch has no ``attention_mask``, or a column has another number of values.
-        """
-        return Columns({name: self._of_tokens(COLUMNS[name], values) for name, values in tokens.items()})
+        """Build the columns of :meth:`megarl.data.DataProto.with_packed`."""
+        columns = {}
+        for name, values in tokens.items():
+            lengths, starts, width = self._region(COLUMNS[name])
+            if len(values) != lengths.sum():
+                text = f"column {name!r} has {len(values)} values; its rows have {lengths.sum()} tokens"
+                raise DataError(text, code="batch.column-tokens")
+            columns[name] = RaggedColumn.of_flat(COLUMNS[name], values, lengths, starts, width)
+        return Columns(columns)
 
     def ends(self, name: str) -> Tensor | None:
-        """Return the last value of each row, ``[b]``, of a column that is zero elsewhere; else None."""
+        """See :meth:`megarl.data.DataProto.ends`."""
         stored = self.stored[name]
         if not isinstance(stored, RaggedColumn) or not isinstance(stored.values, EndValues):
             return None
         return torch.from_numpy(np.where(stored.lengths > 0, stored.values.ends, 0))
 
     def of_ends(self, ends: Mapping[str, Tensor]) -> Columns:
-        """Build declared columns of these rows that are zero except at the last entry of each row.
-
-        Args:
-            ends: ``[b]`` value at the last entry, by column.
-
-        Raises:
-            DataError: the batch has no ``attention_mask``.
-        """
+        """Build the columns of :meth:`megarl.data.DataProto.with_ends`."""
         columns = {}
         for name, values in ends.items():
             lengths, starts, width = self._region(COLUMNS[name])
@@ -196,13 +184,6 @@ class Columns(Mapping[str, Tensor]):
             stored = EndValues(values.detach().cpu().numpy())
             columns[name] = RaggedColumn(stored, lengths, starts, width, dtype, column.alignment, None, column.pad)
         return Columns(columns)
-
-    def _of_tokens(self, column: Column, values: Tensor) -> RaggedColumn:
-        lengths, starts, width = self._region(column)
-        if len(values) != lengths.sum():
-            text = f"column {column.name!r} has {len(values)} values; its rows have {lengths.sum()} tokens"
-            raise DataError(text, code="batch.column-tokens")
-        return RaggedColumn.of_flat(column, values, lengths, starts, width)
 
     def _region(self, column: Column) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Return lengths, starts and width that a new column has; see :class:`RaggedColumn`."""
@@ -371,3 +352,44 @@ def _unpack(packed: RaggedColumn | DenseColumn) -> StoredColumn:
     if not data.size:  # numpy gives an empty array a stride that torch refuses to view
         return torch.empty(packed.shape, dtype=dtype)
     return torch.from_numpy(data).view(dtype).reshape(packed.shape)
+
+
+def require_same_keys(keys: Sequence[Any], kind: str) -> None:
+    """Raise DataError for keys that some of the parts lack."""
+    common, union = set(keys[0]).intersection(*keys[1:]), set().union(*keys)
+    if common != union:
+        raise DataError(f"some parts lack {kind} {sorted(union - common)}; add or drop them", code="batch.keys-differ")
+
+
+def merge_mappings(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any]:
+    """Merge the entries of all parts.
+
+    Raises:
+        DataError: two parts have different values for a key.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key in merged and not same_value(merged[key], value):
+                raise DataError(f"{kind} {key!r} has two values; rename or drop one", code="batch.values-differ")
+            merged[key] = value
+    return merged
+
+
+def same_value(first: Any, second: Any) -> bool:
+    """Return whether two values are equal: tensors and arrays elementwise, with NaN equal to NaN."""
+    if first is second:
+        return True
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        return bool(((first == second) | ((first != first) & (second != second))).all())
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return first.shape == second.shape and all(map(same_value, first.flat, second.flat))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same_value(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and type(first) is type(second):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    if isinstance(first, float) and isinstance(second, float) and first != first and second != second:
+        return True
+    return type(first) is type(second) and bool(first == second)

@@ -32,7 +32,6 @@ class ConversationEncoder:
         reader: reads the messages, system message and tools of a row.
         max_tokens: tokens of a conversation that are used, at most. A conversation that is several times longer by its
             length is refused: to cut it, all of it would have to be tokenized.
-        vocab_size: tokens of the model; None = unknown.
     """
 
     def __init__(

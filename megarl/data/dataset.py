@@ -74,9 +74,6 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
     def numbers(self, path: str) -> np.ndarray:
         """Read a numeric column of all kept rows.
 
-        Args:
-            path: column, or ``column.field`` of a column with structs.
-
         Raises:
             DataError: the column does not exist, or a row has no number there.
         """
@@ -256,7 +253,10 @@ class RLHFDataset(RowDataset):
                 "data.filter_overlong_prompts=True",
                 code="data.prompt-too-long",
             )
-        self._check_room(np.where(too_long, 0 if drop else self.max_prompt_length, lengths))
+        used = np.where(too_long, 0 if drop else self.max_prompt_length, lengths)
+        if self.prompt_room is not None and used.max(initial=0) > self.prompt_room:
+            row = int(self._rows[used.argmax()])
+            raise no_room(self.source.location(row), int(used.max()), self.prompt_room)
         if not drop or not too_long.any():
             return
         self._rows, self.dropped = self._rows[~too_long], int(too_long.sum())
@@ -269,12 +269,6 @@ class RLHFDataset(RowDataset):
         logger.warning(
             "dropped %d of %d prompts: longer than %d tokens", self.dropped, len(lengths), self.max_prompt_length
         )
-
-    def _check_room(self, lengths: np.ndarray) -> None:
-        """Check the length of each row after truncation, 0 for a dropped one."""
-        if self.prompt_room is not None and lengths.max(initial=0) > self.prompt_room:
-            row = int(self._rows[lengths.argmax()])
-            raise no_room(self.source.location(row), int(lengths.max()), self.prompt_room)
 
 
 def no_room(location: str, tokens: int, room: int) -> DataError:

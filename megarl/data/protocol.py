@@ -12,9 +12,8 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.data.column_store import Columns, PackedColumns, join_rows
+from megarl.data.column_store import Columns, PackedColumns, join_rows, merge_mappings, require_same_keys
 from megarl.data.columns import Widths, column_widths
-from megarl.data.merging import merge_mappings, require_same_keys
 
 if TYPE_CHECKING:
     from tensordict import TensorDict

@@ -85,7 +85,6 @@ class RaggedColumn(NamedTuple):
         """Build a prompt- or response-aligned column from its rows; arrays that are narrow enough are not copied.
 
         Args:
-            column: declaration.
             pad: padding value; None = the declaration's.
         """
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
@@ -113,9 +112,7 @@ class RaggedColumn(NamedTuple):
         """Build a column from the values of all rows in order.
 
         Args:
-            column: declaration.
             values: ``[sum of lengths, ...]``; booleans get the declared dtype.
-            lengths: ``[b]`` entries per row.
         """
         if values.dtype == torch.bool:
             name, array = dtype_name(column.dtype), values.to(torch.int8).numpy()
@@ -199,12 +196,7 @@ class RaggedColumn(NamedTuple):
 
 
 def row_starts(alignment: Alignment, width: int, lengths: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
-    """Return the position of each row's first entry in a padded tensor, ``[b]``.
-
-    Args:
-        lengths: ``[b]`` entries per row.
-        starts: see :class:`RaggedColumn`.
-    """
+    """Return the position of each row's first entry in a padded tensor, ``[b]``."""
     if starts is not None:
         return starts
     return width - lengths if alignment == "prompt" else np.zeros_like(lengths)
@@ -310,7 +302,11 @@ def without_padding(column: Column, tensor: Tensor, lengths: np.ndarray, starts:
             if part.size:
                 pad = part.flat[0] if pad is None else pad
                 if (part != pad).any():
-                    raise _several_paddings(column, row)
+                    raise DataError(
+                        f"column {column.name!r}, row {row}: entries outside attention_mask hold several values and "
+                        f"would be lost in transport; set them to {column.pad:g}",
+                        code="batch.values-in-padding",
+                    )
     values = np.concatenate(real) if real else source[:0].reshape(0, *source.shape[2:])
     number = None if pad is None else _number(pad, tensor.dtype)
     if column.name == "attention_mask" and (values == 1).all():
@@ -324,14 +320,6 @@ def _number(value: Any, dtype: torch.dtype) -> float:
         return float(torch.tensor(int(value), dtype=torch.int16).view(torch.bfloat16))
     number: float = value.item()
     return number
-
-
-def _several_paddings(column: Column, row: int) -> DataError:
-    return DataError(
-        f"column {column.name!r}, row {row}: entries outside attention_mask hold several values and would be "
-        f"lost in transport; set them to {column.pad:g}",
-        code="batch.values-in-padding",
-    )
 
 
 def writeable(array: np.ndarray) -> np.ndarray:

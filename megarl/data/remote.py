@@ -29,16 +29,6 @@ class ChunkReference(ABC):
 ChunkTuple = tuple[ChunkReference, ...]
 
 
-class NumberedChunks(NamedTuple):
-    """Stands for the chunks of a column while a batch travels; their references travel with it.
-
-    Attributes:
-        number: of the tuple of chunks among those that travel.
-    """
-
-    number: int
-
-
 def fetch_chunks(references: Sequence[ChunkReference]) -> dict[ChunkReference, Chunk]:
     """Read chunks, those of one store at once."""
     kinds = {type(reference) for reference in references}
@@ -53,20 +43,20 @@ class RowPlaces(NamedTuple):
     """Places of the rows of columns in chunks. Columns that were written together share them.
 
     Attributes:
-        chunks: references to the chunks; a number on the way to another process.
+        chunks: references to the chunks. While a batch travels: index into the reference tuples that travel with it.
         numbers: ``[b]`` index of each row's chunk in ``chunks``.
         begins: ``[b]`` position of each row's first value in its chunk.
     """
 
-    chunks: ChunkTuple | NumberedChunks
+    chunks: ChunkTuple | int
     numbers: np.ndarray
     begins: np.ndarray
 
     @property
     def references(self) -> ChunkTuple:
         """The references; an error on the way to another process."""
-        if isinstance(self.chunks, NumberedChunks):
-            raise RuntimeError(f"the chunks of a batch are not attached: {self.chunks}")
+        if isinstance(self.chunks, int):
+            raise RuntimeError(f"reference tuple {self.chunks} of a batch is not attached")
         return self.chunks
 
     def take(self, rows: np.ndarray) -> RowPlaces:
@@ -121,13 +111,12 @@ class RemoteValues(NamedTuple):
     @property
     def attached(self) -> bool:
         """Whether this process can read the values; not so on the way to another process."""
-        return not isinstance(self.places.chunks, NumberedChunks)
+        return not isinstance(self.places.chunks, int)
 
     def fetch(self, lengths: np.ndarray, chunks: Mapping[ChunkReference, Chunk] | None = None) -> np.ndarray:
         """Read the values of all rows in order, ``[sum of lengths, ...]``; the array may be read-only.
 
         Args:
-            lengths: ``[b]`` values per row.
             chunks: the chunks, if they were read before.
         """
         if not len(lengths):

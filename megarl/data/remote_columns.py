@@ -18,7 +18,6 @@ from megarl.data.remote import (
     Chunk,
     ChunkReference,
     ChunkTuple,
-    NumberedChunks,
     RemoteValues,
     RowPlaces,
     RowSelection,
@@ -77,7 +76,7 @@ def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
     stored = dict(columns.stored)
     for name, column in local.items():
         begins = np.cumsum(column.lengths) - column.lengths
-        place = places.setdefault(id(column.lengths), RowPlaces(NumberedChunks(0), numbers, begins))
+        place = places.setdefault(id(column.lengths), RowPlaces(0, numbers, begins))
         stored[name] = column._replace(values=RemoteValues(place, name, column.trailing))
     return _with_columns(batch, stored), _chunk(local)
 
@@ -89,7 +88,6 @@ def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
     with rows in few of many chunks has a tuple of its own: its receiver must not read all references.
     """
     tuples: dict[int, ChunkTuple] = {}
-    numbers: dict[int, NumberedChunks] = {}
     chosen: dict[tuple[int, bytes], ChunkTuple] = {}
 
     def number(places: RowPlaces) -> RowPlaces:
@@ -100,8 +98,8 @@ def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
             own = chosen.setdefault((id(chunks), used.tobytes()), own)
             places = RowPlaces(own, inverse, places.begins)
         key = id(places.references)
-        tuples[key] = places.references
-        return places._replace(chunks=numbers.setdefault(key, NumberedChunks(len(numbers))))
+        tuples.setdefault(key, places.references)
+        return places._replace(chunks=list(tuples).index(key))
 
     return _with_places(batch, number), list(tuples.values())
 
@@ -110,8 +108,7 @@ def attach_chunks(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
     """Replace the numbers of a batch of :func:`detach_chunks` or :func:`separate` by tuples of chunks."""
 
     def attach(places: RowPlaces) -> RowPlaces:
-        numbered = places.chunks
-        return places._replace(chunks=tuples[numbered.number]) if isinstance(numbered, NumberedChunks) else places
+        return places._replace(chunks=tuples[places.chunks]) if isinstance(places.chunks, int) else places
 
     return _with_places(batch, attach)
 

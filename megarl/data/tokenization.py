@@ -55,7 +55,6 @@ class PromptReader:
     """Reads the prompt of a row: its chat messages, system message and tools.
 
     Attributes:
-        key: column of the prompt: chat messages, or a text.
         system_prompt: system message of rows without one (as first message or in the column ``system``); None = none.
         schemas: schemas of the tools that rows may name in the column ``tools``, by name.
         template_texts: whether a text is one user message for the chat template; False = it is tokenized as it is.
@@ -172,7 +171,6 @@ class PromptEncoder:
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
         generation_prompt: False renders complete conversations instead, including the last response.
-        vocab_size: tokens of the model; None = unknown.
         max_tokens: tokens of a prompt that are used, at most; a prompt that is several times longer by its length is
             tokenized without its middle. None = all are used.
 
@@ -368,7 +366,6 @@ class ResponseEncoder:
     Args:
         tokenizer: tokenizer with an end-of-sequence token.
         key: column of the response's text or pieces.
-        vocab_size: tokens of the model; None = unknown.
         max_tokens: tokens that are used, at most, as in :class:`PromptEncoder`, for each piece.
     """
 

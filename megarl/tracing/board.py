@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -62,13 +62,8 @@ class BoardContent:
     """
 
     spans: Sequence[OpenSpan] = ()
-    groups: Mapping[str, GroupCount] | None = None
+    counts: Mapping[str, GroupCount] = field(default_factory=dict)
     thread: int = 0
-
-    @property
-    def counts(self) -> Mapping[str, GroupCount]:
-        """Counts by group."""
-        return self.groups or {}
 
 
 class Board:

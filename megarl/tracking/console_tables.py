@@ -134,7 +134,6 @@ class StepTable:
     Args:
         columns: columns besides the step.
         width: largest number of characters of a line.
-        total_steps: steps of the run; None = unknown.
     """
 
     def __init__(

@@ -251,7 +251,6 @@ class SubprocessTracker(Tracker):
             process.child.kill()
 
     def _time_left(self) -> float:
-        """Seconds until the deadline of a call."""
         left = self.run.timeout_s if self._deadline is None else self._deadline - time.monotonic()
         return max(0.0, min(left, self.run.timeout_s))
 
