@@ -159,6 +159,7 @@ class PromptQueue:
         self.loader = loader
         self._batches: Iterator[DataProto] = iter(())
         self._rest: DataProto | None = None
+        self._rest_ends_epoch = False
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -167,7 +168,7 @@ class PromptQueue:
     @property
     def epoch(self) -> int:
         """Epoch of the last taken row, from 0."""
-        return self.loader.epoch
+        return self.loader.epoch - self._rest_ends_epoch
 
     def take(self, count: int) -> DataProto:
         """Take the next ``count`` rows."""
@@ -206,8 +207,10 @@ class PromptQueue:
         self.loader.load_state_dict({name: value for name, value in state.items() if name != REST})
         self.loader.last_rows = rest = list(state.get(REST, ()))
         self._batches, self._rest = iter(()), self.loader.rows(rest) if rest else None
+        self._rest_ends_epoch = bool(rest) and not state["position"]  # the loader is in the next epoch already
 
     def _next_batch(self) -> DataProto:
+        self._rest_ends_epoch = False
         batch = next(self._batches, None)
         while batch is None:
             self._batches = iter(self.loader)
