@@ -213,6 +213,7 @@ def run_step(batch: DataProto, manager: RewardManager, group: Any, meter: Meter)
     """Run the driver's side of a step."""
     rows = group.row_map("compute_log_prob")
     batch = meter.run("scores", lambda: manager.score(batch).batch)
+    batch = meter.run("store tokens", lambda: group.store("compute_log_prob", batch))
     for name in ("compute_log_prob", "compute_ref_log_prob", "compute_values"):
         batch = meter.run(name, lambda name=name, batch=batch: batch.union(group.call(name, batch)))
     phase = AdvantagePhase(AlgorithmConfig(use_kl_in_reward=True))

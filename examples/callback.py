@@ -16,7 +16,7 @@ class GroupSpread(Callback):
     def on_step_end(self, view: TrainerView) -> dict[str, float]:
         """Return the metric of the step; it is logged with the others."""
         assert view.batch is not None
-        scores = view.batch.tensors["token_level_scores"].sum(-1).double().numpy()
+        scores = view.batch.padded("token_level_scores").sum(-1).double().numpy()
         groups = view.batch.non_tensor_batch["uid"]
         return {"custom/group_score_std": float(np.mean([scores[groups == group].std() for group in set(groups)]))}
 

@@ -35,7 +35,8 @@ class AdvantageInputs:
     """Inputs of an advantage estimator.
 
     Tensors ``[b, R]`` are padded; with ``lengths``, they are packed tokens ``[n]`` instead (see
-    :mod:`megarl.algorithms.masked`). A user's estimator always gets padded tensors.
+    :mod:`megarl.algorithms.masked`). A user's estimator gets padded tensors, unless it ``reads_packed``. Padded tensors
+    are copies, which a function may overwrite; packed tokens belong to the batch.
 
     Attributes:
         token_level_rewards: ``[b, R]``, the reward of each response token. A reward on a token outside the mask belongs
@@ -149,8 +150,6 @@ class AdvantageEstimator:
     """An estimator function together with the optional inputs that it requires.
 
     Attributes:
-        name: shown in messages.
-        function: maps inputs to advantages and returns.
         needs: required fields of :class:`AdvantageInputs` among the fields that may be None.
         reads_packed: whether the function reads packed tokens and returns them; else padded tensors.
         scope: ``rows``: the result of a row depends on that row only, so that processes estimate their rows
@@ -185,13 +184,19 @@ class AdvantageEstimator:
         """Compute advantages and returns like a call, without the whitening that follows the function.
 
         Raises:
-            ValueError: the inputs lack a required field.
+            ValueError: the inputs lack a required field, or the function has changed packed tokens in place.
         """
         for field in self.needs:
             if getattr(inputs, field) is None:
                 raise ValueError(f"advantage estimator {self.name!r} needs `{field}`: {_INPUT_MEANINGS[field]}")
         inputs = inputs.in_full_precision()
-        advantages, returns = self.function(inputs.packed() if self.reads_packed else inputs.padded())
+        read = inputs.packed() if self.reads_packed else inputs.padded()
+        columns = read._token_columns() if self.reads_packed else {}
+        versions = {name: tensor._version for name, tensor in columns.items() if not tensor.is_inference()}
+        advantages, returns = self.function(read)
+        changed = [name for name, version in versions.items() if columns[name]._version != version]
+        if changed:
+            raise ValueError(f"advantage estimator {self.name!r} changes {changed} in place; clone them first")
         return inputs.like_tokens(advantages), inputs.like_tokens(returns)
 
 
@@ -214,9 +219,6 @@ def register_advantage(
 
     Args:
         needs: required inputs; None = those in :mod:`megarl.base.algorithm_names`, none for a custom estimator.
-        reads_packed: see :class:`AdvantageEstimator`.
-        scope: see :class:`AdvantageEstimator`.
-        whitens: see :class:`AdvantageEstimator`.
     """
     required = ADV_ESTIMATORS.get(names[0], ()) if needs is None else needs
 
@@ -251,7 +253,6 @@ def generalized_advantages(
         mask: ``[b, R]``, 0 or 1.
         gamma: discount per token.
         lam: 0 = one-step errors, 1 = discounted sum of rewards minus the value.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
         Advantages and returns ``A + V``, each ``[b, R]`` in the wider type of rewards and values, at least float32; 0
@@ -276,7 +277,6 @@ def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tens
     Args:
         rewards: ``[b, R]``, or packed.
         kept: same shape, bool.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
     """
     (rewards, lengths), (kept, _) = flat_tokens(rewards, lengths), flat_tokens(kept, lengths)
     steps = select_tokens(rewards, kept)

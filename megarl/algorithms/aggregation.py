@@ -21,7 +21,6 @@ class LossCounts(NamedTuple):
     """Normalizers of a loss; counts of parts add up to counts of the whole.
 
     Attributes:
-        tokens: trained tokens.
         sequences: sequences with at least one trained token.
     """
 
@@ -66,7 +65,6 @@ def _seq_mean_token_sum_norm(normalizers: _Normalizers) -> float:
 
 
 def _sequence_token_counts(response_mask: Tensor, lengths: Tensor | None) -> Tensor:
-    """Count the trained tokens per sequence, ``[b]``, as doubles."""
     return sequence_sums(torch.ones_like(response_mask, dtype=torch.double), response_mask, lengths)
 
 
@@ -99,7 +97,6 @@ def token_weights(
     Args:
         response_mask: ``[b, R]``, or packed ``[n]`` together with ``lengths``; 1 for trained tokens.
         global_tokens: trained tokens of the whole mini-batch, over all ranks (see :func:`loss_counts`).
-        global_sequences: its sequences with a trained token.
         lengths: ``[b]`` integers that add up to ``n``: the tokens of each packed sequence. Sequences must be complete.
         horizon: the divisor of ``seq-mean-token-sum-norm``.
 

@@ -1,9 +1,11 @@
-"""KL to the reference policy: estimators per token (k1, k2, k3), the KL penalty in the reward, and its controllers."""
+"""KL to the reference policy: estimators per token (k1, k2, k3), the KL penalty in the reward, and its controllers.
+
+Tensors over tokens are rectangles, or with ``lengths`` packed tokens (:mod:`megarl.algorithms.masked`).
+"""
 
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import Protocol
 
 import torch
 from torch import Tensor
@@ -87,14 +89,11 @@ def apply_kl_penalty(
 ) -> tuple[Tensor, Tensor]:
     """Subtract the KL penalty from the scores: ``r_t = score_t - beta * KL_t`` (Ziegler et al. 2019, eq. 2).
 
-    All tensors over tokens are ``[b, R]``, or packed ``[n]``.
-
     Args:
         token_level_scores: the reward function's scores.
         kl: KL from the sampling policy to the reference at each token, estimated by :func:`kl_penalty` or exact.
         response_mask: 1 for trained tokens.
         beta: coefficient of the penalty.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
         The rewards, and the KL of each sequence in nats per token ``[b]``: the mean over its trained tokens, 0 without
@@ -105,62 +104,40 @@ def apply_kl_penalty(
     return token_level_scores - beta * kl, sequence_means(kl, kept, lengths)
 
 
-class KLController(Protocol):
-    """Coefficient of the KL penalty, updated after every step."""
-
-    value: float
-
-    def update(self, current_kl: float, num_samples: int) -> None:
-        """Update the coefficient with a step's KL (nats per token) and number of samples."""
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the state for a checkpoint."""
-
-    def load_state_dict(self, state: dict[str, float]) -> None:
-        """Restore the state of a checkpoint."""
-
-
-KL_CONTROLLERS: Registry[Callable[[float, float, int], KLController]] = Registry("algorithm.kl_ctrl.type")
-
-
-@KL_CONTROLLERS.register("fixed")
-class FixedKLController:
-    """A constant coefficient.
-
-    Args:
-        value: the coefficient.
-        target_kl: not read.
-        horizon: not read.
-    """
+class KLController:
+    """Coefficient of the KL penalty; here a constant, which reads neither target nor horizon."""
 
     def __init__(self, value: float, target_kl: float = 0.0, horizon: int = 1) -> None:
         self.value = value
 
     def update(self, current_kl: float, num_samples: int) -> None:
-        """Do nothing."""
+        """Update the coefficient with a step's KL (nats per token) and number of samples."""
 
     def state_dict(self) -> dict[str, float]:
         """Return the coefficient."""
         return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
-        """Do nothing: the coefficient comes from the config, so a resumed run may change it."""
+        """Do nothing: a constant comes from the config, so a resumed run may change it."""
+
+
+KL_CONTROLLERS: Registry[type[KLController]] = Registry("algorithm.kl_ctrl.type")
+KL_CONTROLLERS.register("fixed")(KLController)
 
 
 @KL_CONTROLLERS.register("adaptive")
-class AdaptiveKLController:
+class AdaptiveKLController(KLController):
     """A coefficient that steers the KL towards a target (Ziegler et al. 2019, arXiv:1909.08593, section 2.2).
 
     ``beta *= 1 + clip(KL / target - 1, -0.2, 0.2) * num_samples / horizon``.
 
     Args:
-        value: the initial coefficient.
         target_kl: target of the KL, in the unit of ``update``'s ``current_kl``; above 0.
         horizon: samples over which the coefficient adapts.
     """
 
     def __init__(self, value: float, target_kl: float, horizon: int) -> None:
-        self.value = value
+        super().__init__(value)
         self.target_kl = target_kl
         self.horizon = horizon
 
@@ -168,10 +145,6 @@ class AdaptiveKLController:
         """Increase the coefficient if the KL is above the target, decrease it if below."""
         error = min(max(current_kl / self.target_kl - 1.0, -0.2), 0.2)
         self.value *= 1.0 + error * num_samples / self.horizon
-
-    def state_dict(self) -> dict[str, float]:
-        """Return the coefficient."""
-        return {"value": self.value}
 
     def load_state_dict(self, state: dict[str, float]) -> None:
         """Restore the coefficient."""

@@ -20,7 +20,6 @@ class Moments:
     """Count, mean, spread and range of numbers.
 
     Attributes:
-        count: how many.
         mean: 0 for none.
         squares: sum of the squared deviations from the mean.
         least: infinity for none.
@@ -73,8 +72,6 @@ class PairMoments(NamedTuple):
     """Moments of two paired sets of numbers, and their co-moment.
 
     Attributes:
-        first: of the first set.
-        second: of the second set.
         products: sum of the products of both deviations.
     """
 

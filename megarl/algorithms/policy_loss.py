@@ -59,7 +59,6 @@ class PolicyLossInputs:
     Attributes:
         log_prob: log-probs of the tokens under the current policy, with gradients.
         old_log_prob: log-probs before this step's updates.
-        advantages: advantage of each token.
         response_mask: 1 for trained tokens; the loss of other tokens is not read.
         lengths: ``[b]``, tokens of each packed sequence, all complete; None for rectangles.
         chosen: 1 for chosen tokens, for losses that choose tokens on the whole mini-batch; otherwise None.
@@ -100,7 +99,6 @@ class WholeMiniBatch:
     Attributes:
         log_prob: log-probs before this mini-batch's update.
         old_log_prob: log-probs before this step's updates.
-        advantages: advantage of each token.
         response_mask: 1 for trained tokens.
         keys: a random integer per token, a function of the sample and the token's position alone.
     """
@@ -121,7 +119,6 @@ class PolicyLoss:
     """A registered policy loss.
 
     Attributes:
-        function: maps a micro-batch to losses per token.
         aggregation: the ``loss_agg_mode`` of the paper, used if the configuration sets none.
         choose: maps the whole mini-batch to a bool per token, passed to the loss as ``chosen``. It costs a forward pass
             over the mini-batch. None for losses that choose no tokens.

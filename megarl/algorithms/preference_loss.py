@@ -125,8 +125,6 @@ class LabelledInputs:
         desirable: whether a response is desirable, bool.
         kl: estimate of the KL from policy to reference, at least 0, a constant.
         beta: strength of the pull towards the reference.
-        desirable_weight: weight of desirable responses.
-        undesirable_weight: weight of undesirable responses.
     """
 
     log_ratios: Tensor

@@ -1,4 +1,7 @@
-"""Reward shaping before advantages: reference quality, alignment, missing end-of-sequence, and reward whitening."""
+"""Reward shaping before advantages: reference quality, alignment, missing end-of-sequence, and reward whitening.
+
+Tensors over tokens are rectangles, or with ``lengths`` packed tokens (:mod:`megarl.algorithms.masked`).
+"""
 
 from __future__ import annotations
 
@@ -26,7 +29,6 @@ def sequence_quality(ref_log_prob: Tensor, mask: Tensor, lengths: Tensor | None 
     Args:
         ref_log_prob: ``[b, R]``, or packed ``[n]``, in nats.
         mask: same shape, 1 for tokens that count; other entries are not read.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
         ``[b]`` float64; 1 for a row without a counted token.
@@ -47,7 +49,6 @@ def blend_quality(
         rows: ``[b]`` bool, the rows to blend; others keep their scores.
         last: ``[b]`` int64, index of each row's last response token in its row.
         weight: ``w`` in [0, 1].
-        lengths: ``[b]`` of packed tokens; None = rectangles.
     """
     blended = (1 - weight) * scores.double()
     blended = add_at_last(blended, weight * quality, rows, last, lengths)
@@ -61,8 +62,6 @@ def add_at_last(rewards: Tensor, amounts: Tensor, rows: Tensor, last: Tensor, le
         rewards: rewards per token, ``[b, R]`` or packed ``[n]``.
         amounts: one per row, in the rewards' unit.
         rows: ``[b]`` bool, the rows to change.
-        last: ``[b]`` int64, index of each row's last response token in its row.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
     """
     flat, counts = flat_tokens(rewards, lengths)
     places = (sequence_starts(counts) + last)[rows]
@@ -82,7 +81,6 @@ def on_trained_tokens(rewards: Tensor, response_mask: Tensor, lengths: Tensor | 
     Args:
         rewards: ``[b, R]``, or packed ``[n]``.
         response_mask: same shape.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
     """
     (flat, counts), (kept, _) = flat_tokens(rewards, lengths), flat_tokens(response_mask.bool(), lengths)
     moved = torch.where(kept, flat, 0.0)
@@ -102,7 +100,6 @@ def whiten_rewards(rewards: Tensor, response_mask: Tensor, moments: Moments | No
 
     Args:
         rewards: ``[b, R]``, or packed ``[n]``; on the mask, see :func:`on_trained_tokens`.
-        response_mask: same shape.
         moments: of the rewards of all processes; None = of these rewards.
     """
     kept = response_mask.bool()

@@ -67,7 +67,6 @@ class Correction:
 
     Attributes:
         level: of the importance weights, see :func:`importance_weights`; None = no weights.
-        truncation: bounds of the weights.
         rules: rejection rules; empty = none.
     """
 
@@ -157,13 +156,8 @@ def importance_weights(
     """Compute the importance weight of each token's policy loss, with moments of the weights.
 
     Args:
-        log_ratio: ``[b, R]``, see :func:`log_ratios`.
-        compared: ``[b, R]``, 0 or 1.
-        trained: ``[b, R]``, 0 or 1.
         level: ``token``: ``r`` of the token; ``sequence``: the product of all ``r`` of its sequence.
-        truncation: bounds of the weights.
         mean: divides the truncated weights: :attr:`WeightMoments.mean` of the batch, to normalize them.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
         Weights ``[b, R]`` in float32, 0 outside ``trained``; and their moments.
@@ -267,11 +261,7 @@ def rejected_tokens(
     """Select the tokens that at least one of the rules rejects.
 
     Args:
-        log_ratio: ``[b, R]``, see :func:`log_ratios`.
-        compared: ``[b, R]``, 0 or 1.
-        trained: ``[b, R]``, 0 or 1.
         rules: at least one.
-        lengths: ``[b]`` of packed tokens; None = rectangles.
 
     Returns:
         ``[b, R]`` bool within ``trained``; and the numbers of rejected tokens and sequences.
@@ -350,8 +340,6 @@ class RatioMoments(NamedTuple):
         Args:
             old: the actor's log-probs, ``[b, R]``.
             rollout: the engine's, ``[b, R]``.
-            compared: ``[b, R]``, 0 or 1.
-            lengths: ``[b]`` of packed tokens; None = rectangles.
         """
         mask = compared.bool()
         rows = have_tokens(mask, lengths)

@@ -42,7 +42,6 @@ class WeightSchedule:
     Attributes:
         max_weight: the weight after the warm-up.
         warmup_steps: training steps of the warm-up; 0 = no warm-up.
-        shape: shape of the rise.
         stairs: number of stairs of the shape ``step``; other shapes do not read it.
     """
 

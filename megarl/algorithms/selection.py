@@ -38,8 +38,6 @@ def best_of_groups(scores: np.ndarray, groups: np.ndarray, counted: np.ndarray, 
     """Select the best ``keep`` responses to each prompt (best-of-n), in the order of the batch.
 
     Args:
-        scores: ``[b]``.
-        groups: ``[b]``, equal for the responses to one prompt.
         counted: ``[b]`` bool, False for responses without a score; they rank last.
         keep: responses per prompt; no group has fewer.
 

@@ -23,7 +23,6 @@ def atomic_write(path: Path, *, flush: bool = False, temporary: Path | None = No
     If the block raises, the temporary file is removed and ``path`` keeps its content.
 
     Args:
-        path: the file; its folder exists.
         flush: write file and folder through to the disk (``fsync``).
         temporary: name of the temporary file; a unique name by default.
 

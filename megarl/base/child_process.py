@@ -161,7 +161,6 @@ def kill_process_tree(process: subprocess.Popen[Any], wait_s: float = 0.0) -> No
     """Kill a child process, its process group and all descendants; reap the child.
 
     Args:
-        process: the child; it may have ended.
         wait_s: seconds to wait for the child and for its descendants to end; 0 = wait for the child only, without a
             limit.
 

@@ -21,7 +21,6 @@ def exit_code(
     """Run a command.
 
     Args:
-        action: parses the command line and does the work; returns an exit code.
         bad_input: errors with the code 2; any other :class:`MegarlError` has 1.
         interrupted: line after Ctrl-C.
 

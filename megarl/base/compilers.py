@@ -16,9 +16,6 @@ def fusion_error(device: str) -> str:
     """Compile and run a small kernel with ``torch.compile``; return the error's first line, empty if it works.
 
     A GPU needs Triton, which calls a C compiler with Python's headers; a CPU needs a C++ compiler.
-
-    Args:
-        device: ``cuda`` or ``cpu``.
     """
     import torch
 

@@ -12,9 +12,6 @@ def disjoint_groups(items: Iterable[_Item], resources: Callable[[_Item], Iterabl
     """Group items so that no two of a group share a resource; each is in the first possible group.
 
     Items with a common resource keep their order: a later one is in a later group.
-
-    Args:
-        items: in order.
     """
     groups: list[list[_Item]] = []
     used: list[set[Hashable]] = []

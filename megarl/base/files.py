@@ -40,9 +40,6 @@ def private_files(enable: bool = True) -> Iterator[None]:
 def read_entry(path: Path, flush: bool = False) -> FileEntry:
     """Compute size and digest of a file by reading all of it.
 
-    Args:
-        flush: flush the file to the disk first.
-
     Raises:
         OSError: reading or flushing fails.
     """

@@ -80,9 +80,7 @@ def folder_lock(
     """Hold the lock of a folder within the block, and remove its file at the end.
 
     Args:
-        file: the lock file; its folder exists.
         remedy: last sentence of the error.
-        describe: describes the holder in the error.
 
     Raises:
         ConfigError: another process holds the lock, or the file cannot be written; names folder and holder.

@@ -41,11 +41,6 @@ def metric_count(number: float) -> str:
     return f"{number / unit:.3g}{name}"
 
 
-def seconds_digits(seconds: float) -> str:
-    """Format seconds without the unit, with about three digits: ``1,234``, ``12.3``, ``1.23``."""
-    return f"{seconds:,.0f}" if seconds >= 100 else f"{seconds:.1f}" if seconds >= 10 else f"{seconds:.2f}"
-
-
 def rough(number: float) -> str:
     """Format an estimate with two significant digits: ``1,200``, ``12``, ``1.2``, ``0.012``."""
     rounded = float(f"{number:.2g}")
@@ -77,8 +72,6 @@ def table_lines(rows: Iterable[Sequence[str]], align: str = "", indent: str = ""
     Args:
         rows: cells; a row may be shorter than the others.
         align: one character per column, ``<`` left or ``>`` right; columns beyond its end are left-aligned.
-        indent: start of each line.
-        gap: text between two columns.
     """
     cells = [list(row) for row in rows]
     columns = max(map(len, cells), default=0)

@@ -21,7 +21,6 @@ def parse_json(text: str | bytes | bytearray, **options: Any) -> Any:
 
     Args:
         text: the JSON; bytes are UTF-8, UTF-16 or UTF-32.
-        options: arguments of ``json.loads``.
 
     Raises:
         ValueError: the text is not JSON, or nested more deeply than Python's recursion limit.
@@ -49,7 +48,6 @@ def format_json(value: Any, **options: Any) -> str:
 
     Args:
         value: a JSON value, or others with the option ``default``.
-        options: arguments of ``json.dumps``.
     """
     return json.dumps(_finite(value), allow_nan=False, **options)
 
@@ -64,10 +62,6 @@ def _finite(value: Any) -> Any:
 
 def read_json_object(file: Path, error: type[MegarlError]) -> dict[str, Any]:
     """Read a JSON object from a file that another program wrote.
-
-    Args:
-        file: the file, in UTF-8.
-        error: the class of the error.
 
     Raises:
         MegarlError: the file cannot be read, is not JSON, is no object, or is nested too deeply; names it.

@@ -103,9 +103,6 @@ class SteadyStream(WrappedStream):
     """Never raises: text that a full disk refuses waits in the stream's buffer, and beyond it is lost and counted.
 
     The count is :attr:`megarl.base.run_writer.RunWriter.refused_output`.
-
-    Args:
-        stream: the wrapped stream, such as standard output in a file.
     """
 
     def write(self, text: str) -> int:
@@ -144,11 +141,10 @@ def steady_output() -> Iterator[None]:
                 os.close(null)
 
 
-class TimestampedStream(WrappedStream):
+class TimestampedStream(SteadyStream):
     """Prefixes each line with time and label.
 
     Args:
-        stream: line-buffered stream to write to.
         label: text in place of a log level.
     """
 
@@ -172,11 +168,6 @@ class TimestampedStream(WrappedStream):
             self._at_start = line.endswith("\n")
         return len(text)
 
-    def flush(self) -> None:
-        """Flush the wrapped stream, if the disk has space."""
-        with contextlib.suppress(OSError):
-            super().flush()
-
 
 def redirect_output(file: Path, level: str, facts: str = "") -> Path:
     """Redirect all output of this process to its log file, including C code and child processes.
@@ -184,8 +175,6 @@ def redirect_output(file: Path, level: str, facts: str = "") -> Path:
     If the folder is not writable, a folder under the system's temporary folder is used.
 
     Args:
-        file: the log file; its folder is created.
-        level: name of the lowest logged level.
         facts: text for the first line of the file.
 
     Returns:
@@ -227,7 +216,6 @@ def configure_logging(level: str, handlers: Iterable[logging.Handler]) -> None:
     """Make these the only log handlers; DEBUG lines of other packages are dropped.
 
     Args:
-        level: lowest level of megarl's lines.
         handlers: handlers; the default formatter is that of log files.
     """
     root, number = logging.getLogger(), logging.getLevelNamesMapping()[level]
@@ -304,10 +292,6 @@ def driver_log(folder: Path, level: str) -> Iterator[Path]:
     """Log to ``driver.log`` within the block, and print warnings and errors; yields the file.
 
     An exception that ends the block is logged with its traceback.
-
-    Args:
-        folder: folder of the run's logs; it is created.
-        level: name of the lowest logged level.
     """
     path = folder / f"{DRIVER}.log"
     root = logging.getLogger()

@@ -27,9 +27,6 @@ class Gpu:
     """State of one GPU.
 
     Attributes:
-        name: product name.
-        total_bytes: memory size.
-        used_bytes: memory in use.
         processes: processes on the GPU, as ``pid name``.
         uncorrectable: uncorrectable ECC errors since the driver was loaded; None = no ECC.
         remapping: state of row remapping: ``failure``, ``pending``, or empty.

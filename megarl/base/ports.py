@@ -55,9 +55,6 @@ def held_port(host: str = "") -> Iterator[int]:
 def free_port(host: str = "") -> int:
     """Return a port that is free now, for a user that cannot share it with :func:`held_port`.
 
-    Args:
-        host: address; "" = all addresses of this machine.
-
     Raises:
         OSError: no free port was found.
     """

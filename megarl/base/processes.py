@@ -38,20 +38,12 @@ def has_ended(process: psutil.Process) -> bool:
 
 
 def child_processes(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """List the children of a process, zombies included; none if it has ended.
-
-    Args:
-        process: None = this process.
-    """
+    """List the children of a process (None: this one), zombies included; none if it has ended."""
     return _children(process, recursive=False)
 
 
 def descendants(process: psutil.Process | None = None) -> list[psutil.Process]:
-    """List the children of a process and their children, zombies included; none if it has ended.
-
-    Args:
-        process: None = this process.
-    """
+    """List the children of a process (None: this one) and their children; see :func:`child_processes`."""
     return _children(process, recursive=True)
 
 

@@ -17,7 +17,7 @@ from megarl.base.redaction import redact_words
 from megarl.base.version import __version__
 
 _PACKAGES = ("torch", "megatron-core", "transformers", "ray")
-_MORE_PACKAGES = ("sglang", "transformer-engine", "flash-attn", "hydra-core", "tensordict", "numpy")
+_MORE_PACKAGES = ("sglang", "transformer-engine", "flash-attn", "hydra-core", "numpy")
 _GIT_SECONDS = 5.0
 _GPU_STACKS = {"gpu": "embedded", "sglang": "sglang"}  # by extra
 PROGRAM = "megarl"
@@ -36,11 +36,7 @@ def install_command(extra: str) -> str:
 
 
 def installed_versions(also: tuple[str, ...] = ()) -> dict[str, str]:
-    """Return the versions of Python, megarl and its main packages; missing packages are skipped.
-
-    Args:
-        also: further packages.
-    """
+    """Return the versions of Python, megarl and its main packages; missing packages are skipped."""
     versions = {"megarl": __version__, "python": platform.python_version()}
     for package in _PACKAGES + also:
         try:

@@ -77,12 +77,7 @@ def mask_known(text: str) -> str:
 
 
 def redact(value: Any, name: str = "") -> Any:
-    """Return a copy of nested plain values with secrets replaced by ``<redacted>``.
-
-    Args:
-        value: mappings, lists and plain values.
-        name: key of the value.
-    """
+    """Return a copy of nested plain values with secrets replaced by ``<redacted>``."""
     if isinstance(value, Mapping):
         return {key: redact(inner, name if is_secret_name(name) else str(key)) for key, inner in value.items()}
     if isinstance(value, list | tuple):

@@ -35,7 +35,6 @@ class Registry(MutableMapping[str, _Entry], Generic[_Entry]):
         defaults: module to import before the first look-up of any name; importing it registers the built-in entries.
         loader: loads the entry of a spec such as ``path.py:name``, called with the spec and the key; None = registered
             names only. :func:`megarl.base.user_code.load_user_function` is one.
-        error: class of the errors raised for unknown and duplicate names.
         hint: end of the message about an unknown name.
     """
 

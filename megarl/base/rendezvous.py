@@ -20,9 +20,7 @@ def host_store(host: str, port: int = 0, timeout: timedelta = STORE_TIMEOUT, wor
     """Start a TCPStore that listens on one address of this machine; it lives as long as the object.
 
     Args:
-        host: address or host name.
         port: 0 = a free one.
-        timeout: limit of each wait for a key.
         world_size: number of processes, this one included, to wait for; None = return at once.
 
     Raises:

@@ -39,7 +39,6 @@ class _Interrupt:
         is_pending: not yet seen to unwind the stack.
         requested: time of the request, or of the last attempt to raise, of ``time.monotonic``.
         error: the exception of the last attempt.
-        depth: number of open scopes.
         held: number of open scopes of :func:`signals_ignored`.
         insists: a SIGUSR1 of :func:`_insist` is on its way.
     """

@@ -102,9 +102,7 @@ def load_user_class(spec: str, base: Callable[..., _Base], label: str) -> type[_
     """Import the class of a spec and check its base class.
 
     Args:
-        spec: ``path.py:Class`` or ``package.module.Class``.
         base: class that it must derive from.
-        label: start of error messages, such as the config key.
 
     Raises:
         ConfigError: the file, module or class is missing, importing it fails, or it does not derive from ``base``.
@@ -127,8 +125,6 @@ def load_user_function(spec: str, label: str, *, arguments: int | None = None) -
     """Import the function of a spec, optionally checked to take a number of positional arguments.
 
     Args:
-        spec: ``path.py:function`` or ``package.module.function``.
-        label: start of error messages, such as the config key.
         arguments: number of positional arguments that a call passes; the function must be no coroutine function. None =
             no check.
 

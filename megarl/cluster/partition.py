@@ -73,8 +73,9 @@ class Partition:
         :data:`megarl.workers.dispatch.MINI_BATCH_SIZES`.
 
         Args:
-            write: writes the token values of a part that are still in this process to a store, before the cut; later
-                splits of the same columns send references only. None: the parts have values.
+            write: writes the token values of a part that are still in this process to a store, before the cut, so that
+                the parts have references; see :func:`megarl.data.remote_columns.write_values`. None: the parts have
+                values.
 
         Raises:
             DataError: the partition is for another number of rows.
@@ -83,7 +84,7 @@ class Partition:
             text = f"the batches of one call have {self.num_rows} and {len(batch)} rows"
             raise DataError(text, code="batch.different-rows")
         if write is not None:
-            write_values(batch, self.rows, write)
+            batch = write_values(batch, self.rows, write)
         parts = batch.parts(self.rows)
         if self.mini_batch_rows is not None:
             for part, sizes in zip(parts, self.mini_batch_sizes, strict=True):
@@ -119,7 +120,7 @@ class Partition:
         _, first = np.unique(np.concatenate([np.asarray(rows, np.int64) for rows in self.rows]), return_index=True)
         order = (first[:, None] * copies + np.arange(copies)).reshape(-1)
         # Ranks may return different meta_info; the joined batch takes the first rank's.
-        parts = [DataProto(result.tensors or None, result.non_tensor_batch) for result in results]
+        parts = [DataProto(result.tensors, result.non_tensor_batch) for result in results]
         joined = DataProto.concat(parts, order)
         joined.meta_info = dict(results[0].meta_info)
         return joined

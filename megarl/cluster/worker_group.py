@@ -20,6 +20,7 @@ from megarl.cluster.resources import PlacedPool
 from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
 from megarl.cluster.worker_process import BusyResult, WorkerInfo
 from megarl.data import DataProto
+from megarl.data.remote_columns import write_values
 from megarl.data.row_map import RowFunction, RowMap
 from megarl.models.layout import ParallelLayout
 from megarl.sharding import Routes
@@ -171,6 +172,20 @@ class WorkerGroup:
             ]
             collect_results = list if all_ranks or owner is None else operator.itemgetter(ranks.index(owner))
         return PendingCall([self], self._calls(refs, verb, mark.phase), collect_results)
+
+    def store(self, verb: str, batch: DataProto) -> DataProto:
+        """Write the token values of a batch to the object store, and return the batch with references.
+
+        Verbs and row functions then send the references; each of them writes the values of any other batch anew.
+
+        Args:
+            verb: each data-parallel rank's rows of this ``SPLIT`` verb are one chunk.
+            batch: all rows.
+
+        Raises:
+            AttributeError, DataError, WorkerError: see :meth:`submit`.
+        """
+        return write_values(batch, self.partition(verb, batch).rows, StoredChunk.write)
 
     def row_map(self, verb: str) -> RowMap:
         """Return a map that runs row functions on the processes that own the results of a ``SPLIT`` verb.

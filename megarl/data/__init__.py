@@ -15,37 +15,25 @@ if TYPE_CHECKING:
     from megarl.data.labelled_responses import KTO_COLUMNS, LabelledResponses
     from megarl.data.loader import StatefulLoader
     from megarl.data.packing import check_longest, common_micro_batch_count, fewest_micro_batches, plan_micro_batches
-    from megarl.data.protocol import DataProto
+    from megarl.data.protocol import DataProto, sequence_lengths, token_counts
     from megarl.data.rows import check_files
-    from megarl.data.sequences import attention_mask_of, pad_left, pad_right, sequence_lengths, token_counts
+    from megarl.data.sequences import attention_mask_of, pad_left, pad_right
     from megarl.data.supervised_datasets import PairDataset, SFTDataset
 
-_MODULES = {
-    "COLUMNS": "columns",
-    "KTO_COLUMNS": "labelled_responses",
-    "NON_TENSOR_COLUMNS": "columns",
-    "Column": "columns",
-    "DataProto": "protocol",
-    "LabelledResponses": "labelled_responses",
-    "PairDataset": "supervised_datasets",
-    "RLHFDataset": "dataset",
-    "SFTDataset": "supervised_datasets",
-    "StatefulLoader": "loader",
-    "attention_mask_of": "sequences",
-    "balance_mini_batches": "balance",
-    "balanced_partition": "balance",
-    "check_files": "rows",
-    "check_longest": "packing",
-    "common_micro_batch_count": "packing",
-    "declare_column": "columns",
-    "fewest_micro_batches": "packing",
-    "pad_left": "sequences",
-    "pad_right": "sequences",
-    "plan_micro_batches": "packing",
-    "sequence_lengths": "sequences",
-    "stratified_minibatch_order": "balance",
-    "token_counts": "sequences",
+_NAMES = {
+    "balance": "balance_mini_batches balanced_partition stratified_minibatch_order",
+    "columns": "COLUMNS NON_TENSOR_COLUMNS Column declare_column",
+    "dataset": "RLHFDataset",
+    "labelled_responses": "KTO_COLUMNS LabelledResponses",
+    "loader": "StatefulLoader",
+    "packing": "check_longest common_micro_batch_count fewest_micro_batches plan_micro_batches",
+    "protocol": "DataProto sequence_lengths token_counts",
+    "rows": "check_files",
+    "sequences": "attention_mask_of pad_left pad_right",
+    "supervised_datasets": "PairDataset SFTDataset",
 }
+"""Public names by module."""
+_MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}
 
 __all__ = [
     "COLUMNS",

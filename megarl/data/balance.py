@@ -43,8 +43,6 @@ def balanced_partition(costs: Sequence[float], k: int, equal_size: bool = False)
     is therefore never above any start, and for free sizes at most 4/3 - 1/(3k) times the optimum (greedy bound).
 
     Args:
-        costs: cost of each item.
-        k: number of parts.
         equal_size: give each part the same number of items; otherwise sizes may differ, and parts are empty only with
             fewer items than parts.
 
@@ -63,7 +61,8 @@ def balanced_partition(costs: Sequence[float], k: int, equal_size: bool = False)
     if equal_size and len(values) % k:
         raise DataError(f"{len(values)} items cannot be cut into {k} parts of equal size", code="batch.not-divisible")
     starts = (_greedy, _rounds, _snake) if equal_size else (_greedy,)
-    best = _better(values, [start(values, k, equal_size) for start in starts])
+    candidates = [start(values, k, equal_size) for start in starts]
+    best = min(candidates, key=lambda parts: max(float(values[part].sum()) for part in parts))
     balanced = local_search(values, best, fixed_sizes=equal_size)
     return sorted((np.sort(part).tolist() for part in balanced), key=lambda part: part[0] if part else len(values))
 
@@ -78,9 +77,7 @@ def balance_mini_batches(
     balanced separately.
 
     Args:
-        costs: cost of each row.
         num_mini_batches: optimizer steps over these rows.
-        dp: data-parallel ranks.
         equal_size: give every rank the same number of rows of a mini-batch; otherwise at least one.
 
     Returns:
@@ -114,7 +111,6 @@ def stratified_minibatch_order(lengths: Sequence[int], num_mini_batches: int, gr
     class. The order is a function of the arguments alone, in particular independent of the number of ranks.
 
     Args:
-        lengths: tokens of each row.
         num_mini_batches: number of equal slices of the order.
         group: consecutive rows that stay together, such as the responses to one prompt.
 
@@ -152,11 +148,6 @@ def stratified_minibatch_order(lengths: Sequence[int], num_mini_batches: int, gr
 
 
 _Start = Callable[[np.ndarray, int, bool], Parts]
-
-
-def _better(costs: np.ndarray, candidates: Sequence[Parts]) -> Parts:
-    """Choose the candidate with the cheapest most expensive part, the first of equal ones."""
-    return min(candidates, key=lambda parts: max(float(costs[part].sum()) for part in parts))
 
 
 def _descending(costs: np.ndarray) -> np.ndarray:
@@ -200,7 +191,6 @@ def _snake(costs: np.ndarray, k: int, equal_size: bool) -> Parts:
 
 
 def _parts(items: np.ndarray, owners: np.ndarray, k: int) -> Parts:
-    """Collect the items of each part."""
     by_owner = np.argsort(owners, kind="stable")
     return np.split(items[by_owner], np.cumsum(np.bincount(owners, minlength=k))[:-1])
 

@@ -1,18 +1,19 @@
-"""The tensor columns of a batch: ragged where declared, with padded tensors as views.
+"""The tensor columns of a batch: ragged where declared.
 
 A declared column is stored as flat values with a length per row, in the smallest integer type that holds them. Other
-columns are stored as they are. Padded tensors are views: built when a column is read, and dropped when they need too
-much memory. A payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the bytes
-without a copy. It describes itself; the receiver needs no declarations.
+columns are stored as they are. Stored columns do not change, and batches share them: a padded tensor is a copy. A
+payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the bytes without a copy. It
+describes itself; the receiver needs no declarations.
 
-The values of a ragged column may be remote (:mod:`megarl.data.remote`). They are fetched when they are read, and
-dropped like padded tensors. Selections and concatenations do not read them.
+The values of a ragged column may be remote (:mod:`megarl.data.remote`). Each read of a remote column fetches them.
+Selections and concatenations do not.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import NamedTuple
+from functools import cached_property
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -21,23 +22,21 @@ from torch.nn import functional
 
 from megarl.base.errors import DataError
 from megarl.data.columns import COLUMNS, Column, Widths, column_widths
-from megarl.data.merging import require_same_keys
 from megarl.data.ragged import (
     EndValues,
     JoinedPlaces,
     RaggedColumn,
-    Regions,
     Rows,
     dtype_name,
     join_ragged,
     regions_of,
     row_starts,
     trimmed_lengths,
+    without_padding,
     writeable,
 )
-from megarl.data.remote import RemoteValues, RowSelection
-from megarl.data.sequences import Spans, read_spans
-from megarl.data.stored_column import StoredColumn
+from megarl.data.remote import RowSelection
+from megarl.data.sequences import Spans, spans_of_mask
 
 
 class DenseColumn(NamedTuple):
@@ -45,8 +44,6 @@ class DenseColumn(NamedTuple):
 
     Attributes:
         data: its bytes, ``uint8``; numpy has no bfloat16.
-        shape: shape of the tensor.
-        dtype: name of the torch dtype.
     """
 
     data: np.ndarray
@@ -54,12 +51,13 @@ class DenseColumn(NamedTuple):
     dtype: str
 
 
+StoredColumn = RaggedColumn | Tensor
 PackedColumns = dict[str, RaggedColumn | DenseColumn]
 """The tensors of a batch in transport."""
 
 
 class Columns(Mapping[str, Tensor]):
-    """The tensor columns of a batch by name; reading one builds its padded tensor.
+    """The tensor columns of a batch by name; reading one copies it to a padded tensor.
 
     Args:
         stored: columns by name, all with the same number of rows.
@@ -67,19 +65,6 @@ class Columns(Mapping[str, Tensor]):
 
     def __init__(self, stored: Mapping[str, StoredColumn]) -> None:
         self.stored = dict(stored)
-        self._spans: Spans | None = None
-
-    @classmethod
-    def of(cls, tensors: Mapping[str, Tensor]) -> Columns:
-        """Convert a mapping of tensors; columns of another batch are shared."""
-        if isinstance(tensors, Columns):
-            return tensors
-        return cls({name: StoredColumn(tensor) for name, tensor in tensors.items()})
-
-    @classmethod
-    def of_ragged(cls, columns: Mapping[str, RaggedColumn]) -> Columns:
-        """Build columns without padded tensors."""
-        return cls({name: StoredColumn(None, column) for name, column in columns.items()})
 
     @classmethod
     def unpack(cls, packed: PackedColumns) -> Columns:
@@ -87,7 +72,8 @@ class Columns(Mapping[str, Tensor]):
         return cls({name: _unpack(column) for name, column in packed.items()})
 
     def __getitem__(self, name: str) -> Tensor:
-        return self.stored[name].tensor()
+        stored = self.stored[name]
+        return stored.padded() if isinstance(stored, RaggedColumn) else stored.clone()
 
     def __iter__(self) -> Iterator[str]:
         return iter(self.stored)
@@ -95,12 +81,22 @@ class Columns(Mapping[str, Tensor]):
     def __len__(self) -> int:
         return len(self.stored)
 
+    def __setitem__(self, name: str, tensor: Tensor) -> None:
+        text = f"columns of a batch do not change; use `batch = batch.with_columns({{{name!r}: ...}})`"
+        raise DataError(text, code="batch.read-only")
+
     def __contains__(self, name: object) -> bool:
         return name in self.stored
 
+    @cached_property
     def shapes(self) -> dict[str, Tensor]:
-        """Return tensors without data, with the shapes and dtypes of the columns."""
-        return {name: column.meta for name, column in self.stored.items()}
+        """Tensors without data, with the shapes and dtypes of the columns."""
+        return {name: _without_data(column) for name, column in self.stored.items()}
+
+    @property
+    def ragged(self) -> dict[str, RaggedColumn]:
+        """The columns that are stored without padding."""
+        return {name: column for name, column in self.stored.items() if isinstance(column, RaggedColumn)}
 
     def only(self, names: Sequence[str]) -> Columns:
         """Select columns."""
@@ -108,168 +104,138 @@ class Columns(Mapping[str, Tensor]):
 
     def merged(self, others: Mapping[str, Tensor]) -> Columns:
         """Add or replace columns."""
-        return Columns({**self.stored, **Columns.of(others).stored})
+        return Columns({**self.stored, **(others.stored if isinstance(others, Columns) else others)})
 
+    @cached_property
     def spans(self) -> Spans | None:
-        """Return the token spans of the rows if they are known without the padded ``attention_mask``."""
-        mask = self.stored["attention_mask"].current() if "attention_mask" in self.stored else None
-        if mask is None:
+        """Token spans of the rows; None without ``attention_mask`` or without columns that determine both widths.
+
+        Raises:
+            DataError: the mask of a row is not contiguous, or widths are inconsistent (see ``column_widths``).
+        """
+        if "attention_mask" not in self.stored:
             return None
-        if self._spans is None:
-            widths = column_widths(self.shapes())
-            if widths.prompt is None or widths.response is None or mask.starts is None:
-                return None
-            prompts = torch.from_numpy(widths.prompt - mask.starts)
-            responses = torch.from_numpy(mask.lengths.astype(np.int64)) - prompts
-            self._spans = Spans(widths.prompt, widths.response, prompts, responses)
-        return self._spans
+        mask, widths = self.stored["attention_mask"], column_widths(self.shapes)
+        if widths.prompt is None or widths.response is None:
+            return None
+        if isinstance(mask, Tensor):
+            return spans_of_mask(mask, widths.prompt, widths.response)
+        assert mask.starts is not None  # of every sequence-aligned column
+        prompts = torch.from_numpy(widths.prompt - mask.starts)
+        responses = torch.from_numpy(mask.lengths.astype(np.int64)) - prompts
+        return Spans(widths.prompt, widths.response, prompts, responses)
 
     def take(self, rows: slice | np.ndarray) -> Columns:
         """Select rows."""
         selection = RowSelection(np.arange(self.num_rows)[rows] if isinstance(rows, slice) else rows)
-        stored = {}
-        for name, column in self.stored.items():
-            ragged = column.current()
-            if ragged is None:
-                selected = rows if isinstance(rows, slice) else torch.from_numpy(rows)
-                stored[name] = StoredColumn(column.tensor()[selected])
-            else:
-                stored[name] = StoredColumn(None, ragged.take(selection))
-        return Columns(stored)
+        index = rows if isinstance(rows, slice) else torch.from_numpy(rows)
+        return Columns(
+            {
+                name: column.take(selection) if isinstance(column, RaggedColumn) else column[index]
+                for name, column in self.stored.items()
+            }
+        )
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the entries of all rows of a declared column in order, by the token spans of the batch.
-
-        Args:
-            name: of the column.
-            dtype: of the result; None = that of the column.
-
-        Raises:
-            DataError: the batch has no ``attention_mask``, or one with holes.
-        """
+        """See :meth:`megarl.data.DataProto.packed`."""
         spans, stored = self._known_spans(name), self.stored[name]
-        ragged = stored.current()
-        alignment = COLUMNS[name].alignment if ragged is None else ragged.alignment
+        alignment = stored.alignment if isinstance(stored, RaggedColumn) else COLUMNS[name].alignment
         lengths, starts = regions_of(spans)[alignment]
-        if ragged is not None and np.array_equal(ragged.lengths, lengths):
-            return stored.flat(dtype)
-        tensor = stored.tensor()
+        if isinstance(stored, RaggedColumn):
+            if np.array_equal(stored.lengths, lengths):
+                return stored.flat(dtype)
+            stored = stored.padded()
         begins = row_starts(alignment, spans.prompt_width, lengths, starts)
         ends = (begins + lengths).tolist()
-        rows = [row[start:end] for row, start, end in zip(tensor, begins.tolist(), ends, strict=True)]
-        return torch.cat(rows).to(dtype) if rows else tensor.new_empty((0, *tensor.shape[2:]), dtype=dtype)
-
-    def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return the entries of each row of a declared column; see :meth:`packed`."""
-        return list(self.packed(name, dtype).split(self.row_lengths(name).tolist()))
+        rows = [row[start:end] for row, start, end in zip(stored, begins.tolist(), ends, strict=True)]
+        return torch.cat(rows).to(dtype) if rows else stored.new_empty((0, *stored.shape[2:]), dtype=dtype)
 
     def row_lengths(self, name: str) -> Tensor:
-        """Count the entries of each row of a declared column, ``[b]``."""
-        alignment = COLUMNS[name].alignment if (ragged := self.stored[name].current()) is None else ragged.alignment
+        """See :meth:`megarl.data.DataProto.row_lengths`."""
+        stored = self.stored[name]
+        alignment = stored.alignment if isinstance(stored, RaggedColumn) else COLUMNS[name].alignment
         lengths, _ = regions_of(self._known_spans(name))[alignment]
         return torch.from_numpy(lengths)
 
     def of_tokens(self, tokens: Mapping[str, Tensor]) -> Columns:
-        """Build declared columns of these rows from packed values ``[sum of lengths, ...]``.
-
-        Raises:
-            DataError: the batch has no ``attention_mask``, or a column has another number of values.
-        """
-        return Columns.of_ragged({name: self._of_tokens(COLUMNS[name], values) for name, values in tokens.items()})
+        """Build the columns of :meth:`megarl.data.DataProto.with_packed`."""
+        columns = {}
+        for name, values in tokens.items():
+            lengths, starts, width = self._region(COLUMNS[name])
+            if len(values) != lengths.sum():
+                text = f"column {name!r} has {len(values)} values; its rows have {lengths.sum()} tokens"
+                raise DataError(text, code="batch.column-tokens")
+            columns[name] = RaggedColumn.of_flat(COLUMNS[name], values, lengths, starts, width)
+        return Columns(columns)
 
     def ends(self, name: str) -> Tensor | None:
-        """Return the last value of each row, ``[b]``, of a column that is zero elsewhere; else None."""
-        ragged = self.stored[name].current()
-        if ragged is None or not isinstance(ragged.values, EndValues):
+        """See :meth:`megarl.data.DataProto.ends`."""
+        stored = self.stored[name]
+        if not isinstance(stored, RaggedColumn) or not isinstance(stored.values, EndValues):
             return None
-        return torch.from_numpy(np.where(ragged.lengths > 0, ragged.values.ends, 0))
+        return torch.from_numpy(np.where(stored.lengths > 0, stored.values.ends, 0))
 
     def of_ends(self, ends: Mapping[str, Tensor]) -> Columns:
-        """Build declared columns of these rows that are zero except at the last entry of each row.
-
-        Args:
-            ends: ``[b]`` value at the last entry, by column.
-
-        Raises:
-            DataError: the batch has no ``attention_mask``.
-        """
+        """Build the columns of :meth:`megarl.data.DataProto.with_ends`."""
         columns = {}
         for name, values in ends.items():
             lengths, starts, width = self._region(COLUMNS[name])
             column, dtype = COLUMNS[name], dtype_name(values.dtype)
             stored = EndValues(values.detach().cpu().numpy())
             columns[name] = RaggedColumn(stored, lengths, starts, width, dtype, column.alignment, None, column.pad)
-        return Columns.of_ragged(columns)
-
-    def _of_tokens(self, column: Column, values: Tensor) -> RaggedColumn:
-        lengths, starts, width = self._region(column)
-        if len(values) != lengths.sum():
-            text = f"column {column.name!r} has {len(values)} values; its rows have {lengths.sum()} tokens"
-            raise DataError(text, code="batch.column-tokens")
-        return RaggedColumn.of_flat(column, values, lengths, starts, width)
+        return Columns(columns)
 
     def _region(self, column: Column) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Return lengths, starts and width that a new column has; see :class:`RaggedColumn`."""
         spans = self._known_spans(column.name)
         lengths, starts = regions_of(spans)[column.alignment]
-        for stored in self.stored.values():
-            ragged = stored.current()
-            if ragged is not None and ragged.alignment == column.alignment and np.array_equal(ragged.lengths, lengths):
+        for ragged in self.ragged.values():
+            if ragged.alignment == column.alignment and np.array_equal(ragged.lengths, lengths):
                 lengths = ragged.lengths  # columns that share an array are sent with one
                 break
         widths = {"prompt": spans.prompt_width, "response": spans.response_width}
         return lengths, starts, widths.get(column.alignment, sum(widths.values()))
 
     def _known_spans(self, name: str) -> Spans:
-        spans = read_spans(self)
-        if spans is None:
+        if self.spans is None:
             text = f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self)}"
             raise DataError(text, code="batch.missing-column")
-        return spans
+        return self.spans
 
     def to_ragged(self) -> Columns:
-        """Store all declared columns without padding, and return this mapping.
+        """Return all declared columns without padding, as far as it can be found, and the other columns as they are.
 
         Raises:
             DataError: the attention mask has holes, or the padding of a column contains several values.
         """
-        spans = read_spans(self)
-        regions = None if spans is None else regions_of(spans)
-        for name in self.stored:
-            self._ragged(name, regions)
-        return self
+        return Columns({name: self.unpad(name) for name in self.stored})
 
     def pack(self) -> PackedColumns:
         """Return the columns without padding, for transport; see :meth:`to_ragged`.
 
         Remote values are read, unless their chunks are numbers (:func:`megarl.data.remote_columns.detach_chunks`).
         """
-        spans = read_spans(self)
-        regions = None if spans is None else regions_of(spans)
-        packed: PackedColumns = {}
-        for name, stored in self.stored.items():
-            ragged = self._ragged(name, regions)
-            if ragged is not None and (ragged.is_local or _is_attached(ragged.values)):
-                ragged = stored.local()
-            packed[name] = _dense(stored.tensor()) if ragged is None else ragged
-        return packed
+        return {
+            name: column.local() if isinstance(column, RaggedColumn) else _dense(column)
+            for name, column in self.to_ragged().stored.items()
+        }
 
-    def _ragged(self, name: str, regions: Regions | None) -> RaggedColumn | None:
-        """Return a column without padding; None if it is not declared, or without padding that could be found."""
+    def unpad(self, name: str) -> StoredColumn:
+        """Return a column without padding, as far as it can be found; see :meth:`to_ragged`."""
         stored, declaration = self.stored[name], COLUMNS.get(name)
-        ragged = stored.current()
-        if ragged is not None or declaration is None or declaration.alignment == "row":
-            return ragged
-        if regions is not None:
-            return stored.to_ragged(declaration, *regions[declaration.alignment])
+        if isinstance(stored, RaggedColumn) or declaration is None or declaration.alignment == "row":
+            return stored
+        tensor = stored.detach().cpu()
+        if self.spans is not None:
+            return without_padding(declaration, tensor, *regions_of(self.spans)[declaration.alignment])
         if declaration.alignment == "sequence":
-            return None
-        return stored.to_ragged(declaration, trimmed_lengths(stored.tensor().detach().cpu(), declaration), None)
+            return stored
+        return without_padding(declaration, tensor, trimmed_lengths(tensor, declaration), None)
 
     @property
     def num_rows(self) -> int:
         """Number of rows; 0 without columns."""
-        return next((column.meta.shape[0] for column in self.stored.values()), 0)
+        return next((column.shape[0] for column in self.stored.values()), 0)
 
 
 def ragged_columns(rows: Mapping[str, Rows], pads: Mapping[str, float]) -> Columns:
@@ -295,21 +261,20 @@ def ragged_columns(rows: Mapping[str, Rows], pads: Mapping[str, float]) -> Colum
         span = spans[column.alignment]
         columns[name] = column._replace(lengths=span.lengths, starts=span.starts, width=span.width)
     columns["attention_mask"] = whole
-    return Columns.of_ragged(columns)
+    return Columns(columns)
 
 
 def join_rows(parts: Sequence[Columns], rows: np.ndarray | None = None) -> Columns:
     """Concatenate the rows of several batches; declared columns get the width of the widest part.
 
     Args:
-        parts: the batches.
         rows: positions in the concatenation that the result has, in order; None = all.
 
     Raises:
         DataError: the parts have different columns, or an undeclared column differs in shape or dtype.
     """
     require_same_keys([part.keys() for part in parts], "tensor columns")
-    widths = [column_widths(part.shapes()) for part in parts]
+    widths = [column_widths(part.shapes) for part in parts]
     width = Widths(max((w.prompt or 0 for w in widths), default=0), max((w.response or 0 for w in widths), default=0))
     joined: JoinedPlaces = {}
     return Columns({name: _join(name, parts, widths, width, rows, joined) for name in parts[0]})
@@ -323,32 +288,27 @@ def _join(
     rows: np.ndarray | None,
     joined: JoinedPlaces,
 ) -> StoredColumn:
-    ragged = [part.stored[name].current() for part in parts]
-    first = ragged[0]
-    if first is not None and all(
-        column is not None and (column.dtype, column.alignment, column.shape[2:])
-        == (first.dtype, first.alignment, first.shape[2:])
-        for column in ragged
-    ):  # fmt: skip
-        return StoredColumn(None, join_ragged([c for c in ragged if c is not None], widths, width, rows, joined))
-    tensors, column = [part[name] for part in parts], COLUMNS.get(name)
+    stored = [part.stored[name] for part in parts]
+    ragged = [column for column in stored if isinstance(column, RaggedColumn)]
+    kinds = {(column.dtype, column.alignment, column.trailing) for column in ragged}
+    if len(ragged) == len(stored) and len(kinds) == 1:
+        return join_ragged(ragged, widths, width, rows, joined)
+    tensors, declaration = [part[name] for part in parts], COLUMNS.get(name)
     differ = any(own not in (width, Widths(None, None)) for own in widths)
-    if column is not None and column.alignment != "row" and differ:
-        pad = _common_padding(column, parts)
-        tensors = [_widen(tensor, column, w, width, pad) for tensor, w in zip(tensors, widths, strict=True)]
+    if declaration is not None and declaration.alignment != "row" and differ:
+        pad = _common_padding(declaration, parts)
+        tensors = [_widen(tensor, declaration, w, width, pad) for tensor, w in zip(tensors, widths, strict=True)]
     stacked = _stack(name, tensors)
-    return StoredColumn(stacked if rows is None else stacked[torch.from_numpy(rows)])
+    return stacked if rows is None else stacked[torch.from_numpy(rows)]
 
 
 def _common_padding(column: Column, parts: Sequence[Columns]) -> float:
     """Return the padding value of a column in the parts, so that padding never mixes two values."""
     for part in parts:
-        spans = read_spans(part)
-        if spans is not None:
-            region = regions_of(spans)[column.alignment]
-            pad = part.stored[column.name].to_ragged(column, *region).pad
-            if pad is not None:
-                return pad
+        if part.spans is not None:
+            stored = part.unpad(column.name)
+            if isinstance(stored, RaggedColumn) and stored.pad is not None:
+                return stored.pad
     return column.pad
 
 
@@ -373,8 +333,9 @@ def _stack(name: str, tensors: list[Tensor]) -> Tensor:
     return torch.cat(tensors)
 
 
-def _is_attached(values: object) -> bool:
-    return isinstance(values, RemoteValues) and values.attached
+def _without_data(column: StoredColumn) -> Tensor:
+    dtype = column.torch_dtype if isinstance(column, RaggedColumn) else column.dtype
+    return torch.empty(column.shape, dtype=dtype, device="meta")
 
 
 def _dense(tensor: Tensor) -> DenseColumn:
@@ -383,11 +344,52 @@ def _dense(tensor: Tensor) -> DenseColumn:
 
 
 def _unpack(packed: RaggedColumn | DenseColumn) -> StoredColumn:
-    """Restore a column; arrays out of shared memory are read-only, and values are copied when they are read."""
+    """Restore a column; arrays out of shared memory are read-only."""
     if isinstance(packed, RaggedColumn):
         starts = None if packed.starts is None else writeable(packed.starts)
-        return StoredColumn(None, packed._replace(lengths=writeable(packed.lengths), starts=starts))
+        return packed._replace(lengths=writeable(packed.lengths), starts=starts)
     data, dtype = writeable(packed.data), getattr(torch, packed.dtype)
     if not data.size:  # numpy gives an empty array a stride that torch refuses to view
-        return StoredColumn(torch.empty(packed.shape, dtype=dtype))
-    return StoredColumn(torch.from_numpy(data).view(dtype).reshape(packed.shape))
+        return torch.empty(packed.shape, dtype=dtype)
+    return torch.from_numpy(data).view(dtype).reshape(packed.shape)
+
+
+def require_same_keys(keys: Sequence[Any], kind: str) -> None:
+    """Raise DataError for keys that some of the parts lack."""
+    common, union = set(keys[0]).intersection(*keys[1:]), set().union(*keys)
+    if common != union:
+        raise DataError(f"some parts lack {kind} {sorted(union - common)}; add or drop them", code="batch.keys-differ")
+
+
+def merge_mappings(parts: Sequence[Mapping[str, Any]], kind: str) -> dict[str, Any]:
+    """Merge the entries of all parts.
+
+    Raises:
+        DataError: two parts have different values for a key.
+    """
+    merged: dict[str, Any] = {}
+    for part in parts:
+        for key, value in part.items():
+            if key in merged and not same_value(merged[key], value):
+                raise DataError(f"{kind} {key!r} has two values; rename or drop one", code="batch.values-differ")
+            merged[key] = value
+    return merged
+
+
+def same_value(first: Any, second: Any) -> bool:
+    """Return whether two values are equal: tensors and arrays elementwise, with NaN equal to NaN."""
+    if first is second:
+        return True
+    if isinstance(first, Tensor) and isinstance(second, Tensor):
+        if first.shape != second.shape or first.dtype != second.dtype:
+            return False
+        return bool(((first == second) | ((first != first) & (second != second))).all())
+    if isinstance(first, np.ndarray) and isinstance(second, np.ndarray):
+        return first.shape == second.shape and all(map(same_value, first.flat, second.flat))
+    if isinstance(first, Mapping) and isinstance(second, Mapping):
+        return first.keys() == second.keys() and all(same_value(first[key], second[key]) for key in first)
+    if isinstance(first, list | tuple) and type(first) is type(second):
+        return len(first) == len(second) and all(map(same_value, first, second))
+    if isinstance(first, float) and isinstance(second, float) and first != first and second != second:
+        return True
+    return type(first) is type(second) and bool(first == second)

@@ -33,7 +33,6 @@ class Column:
         alignment: ``prompt`` is ``[b, P, ...]``, left-padded; ``response`` is ``[b, R, ...]``, right-padded;
             ``sequence`` is ``[b, P+R, ...]``, padded at both ends; ``row`` is ``[b, ...]``, one entry per row.
         dtype: dtype that megarl writes; only integer versus floating point is checked.
-        pad: default padding value.
         doc: meaning.
     """
 

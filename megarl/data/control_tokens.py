@@ -36,13 +36,6 @@ class ControlTokens:
     DeepSeek's ``<｜User｜>`` and Qwen's ``</tool_response>`` are added tokens, but not special ones. Tools may write
     none of them. Users may write those that only mark tool calls or thinking, such as ``<tool_call>`` in an
     instruction. In the assistant's messages only special tokens are hidden.
-
-    Args:
-        tokenizer: of the policy.
-
-    Attributes:
-        special: texts of the special tokens.
-        special_ids: ids of the special tokens.
     """
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -75,7 +68,6 @@ class ControlTokens:
         """Replace what would become a control token with placeholders, for :meth:`encode`.
 
         Args:
-            text: external text.
             role: role of its message.
         """
         pattern = {"assistant": self._special, "system": self._turns, "user": self._turns}.get(role, self._all)

@@ -29,12 +29,9 @@ class ConversationEncoder:
     be rendered in the same way whether or not others follow; a template that changes earlier turns is an error.
 
     Args:
-        tokenizer: Hugging Face tokenizer with a chat template.
         reader: reads the messages, system message and tools of a row.
         max_tokens: tokens of a conversation that are used, at most. A conversation that is several times longer by its
             length is refused: to cut it, all of it would have to be tokenized.
-        template_kwargs: extra arguments for the template.
-        vocab_size: tokens of the model; None = unknown.
     """
 
     def __init__(

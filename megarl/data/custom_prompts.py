@@ -38,11 +38,8 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
     Args:
         kind: map-style data set class, with verl's constructor.
         files: files for its ``data_files``.
-        tokenizer: Hugging Face tokenizer with a chat template.
         config: the section ``data``, for its ``config``.
         max_samples: for its ``max_samples``.
-        reader: reads the prompt column.
-        encoder: tokenizes prompts.
         max_prompt_length: longest prompt, in tokens.
         truncation: treatment of a longer prompt: ``error``, ``left``, ``right`` or ``middle``.
         reward_fn_key: entry with the name of the data source.
@@ -104,7 +101,11 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         Raises:
             DataError: the sample lacks an entry, or its prompt is too long or malformed.
         """
-        sample, location = self._sample(item), f"data.custom_cls: {self.name}, row {item}"
+        entry, location = self.source[item], f"data.custom_cls: {self.name}, row {item}"
+        if not isinstance(entry, Mapping):
+            text = f"{location} is a {type(entry).__name__}, not a mapping"
+            raise DataError(text, code="data.sample-not-mapping")
+        sample = {name: _plain(value) for name, value in entry.items()}
         key = RAW_PROMPT if sample.get(RAW_PROMPT) is not None else self.reader.key
         values = {**sample, self.reader.key: sample.get(key)}
         required = (self.reward_fn_key, "reward_model")
@@ -132,13 +133,6 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate samples to a batch: ``prompts`` and ``attention_mask`` ``[b, P]``, P the longest prompt."""
         return collate_prompts(samples, pad_id(self.encoder.tokenizer))
-
-    def _sample(self, item: int) -> dict[str, Any]:
-        sample = self.source[item]
-        if not isinstance(sample, Mapping):
-            text = f"data.custom_cls: {self.name}, row {item} is a {type(sample).__name__}, not a mapping"
-            raise DataError(text, code="data.sample-not-mapping")
-        return {name: _plain(value) for name, value in sample.items()}
 
 
 class CustomCollate:

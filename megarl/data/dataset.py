@@ -44,9 +44,7 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
     """A subset of the rows of files, in file order.
 
     Args:
-        source: all rows.
         max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
-        sample_seed: seed of the draw.
     """
 
     def __init__(self, source: Rows, max_samples: int = -1, sample_seed: int | None = None) -> None:
@@ -76,9 +74,6 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
     def numbers(self, path: str) -> np.ndarray:
         """Read a numeric column of all kept rows.
 
-        Args:
-            path: column, or ``column.field`` of a column with structs.
-
         Raises:
             DataError: the column does not exist, or a row has no number there.
         """
@@ -104,7 +99,6 @@ def sample_rows(rows: int, max_samples: int, seed: int | None) -> np.ndarray:
     """Choose the numbers of the rows to keep, ascending.
 
     Args:
-        rows: number of rows.
         max_samples: rows to keep; -1 = all.
         seed: seed of the draw; None = keep the first rows.
     """
@@ -134,7 +128,6 @@ def collate_prompts(samples: Sequence[Sample], pad: int) -> DataProto:
     """Collate samples with ``prompt_ids`` to a batch; their other entries become non-tensor columns.
 
     Args:
-        samples: with the same entries each.
         pad: token id that pads the prompts at their left.
     """
     prompt_ids = [sample["prompt_ids"] for sample in samples]
@@ -160,13 +153,11 @@ class RLHFDataset(RowDataset):
         prompt_key: column of the prompt: chat messages, or a text.
         truncation: treatment of a longer prompt: ``error``, or cut it at its ``left``, ``right`` or ``middle``.
         filter_overlong_prompts: drop and count longer prompts instead.
-        apply_chat_template_kwargs: extra arguments for the chat template.
         apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
         reward_fn_key: column with the name of the data source, for reward functions and metrics.
         system_prompt: system message of rows without one.
         tool_schemas: schemas of the tools that rows may name in the column ``tools``, by name.
         max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
-        sample_seed: seed of the draw.
         workers: processes that measure lengths; None = a number that suits the data set.
         cache_dir: folder for converted files and lengths.
         vocab_size: tokens of the model; None = unknown.
@@ -262,7 +253,10 @@ class RLHFDataset(RowDataset):
                 "data.filter_overlong_prompts=True",
                 code="data.prompt-too-long",
             )
-        self._check_room(np.where(too_long, 0 if drop else self.max_prompt_length, lengths))
+        used = np.where(too_long, 0 if drop else self.max_prompt_length, lengths)
+        if self.prompt_room is not None and used.max(initial=0) > self.prompt_room:
+            row = int(self._rows[used.argmax()])
+            raise no_room(self.source.location(row), int(used.max()), self.prompt_room)
         if not drop or not too_long.any():
             return
         self._rows, self.dropped = self._rows[~too_long], int(too_long.sum())
@@ -275,12 +269,6 @@ class RLHFDataset(RowDataset):
         logger.warning(
             "dropped %d of %d prompts: longer than %d tokens", self.dropped, len(lengths), self.max_prompt_length
         )
-
-    def _check_room(self, lengths: np.ndarray) -> None:
-        """Check the length of each row after truncation, 0 for a dropped one."""
-        if self.prompt_room is not None and lengths.max(initial=0) > self.prompt_room:
-            row = int(self._rows[lengths.argmax()])
-            raise no_room(self.source.location(row), int(lengths.max()), self.prompt_room)
 
 
 def no_room(location: str, tokens: int, room: int) -> DataError:

@@ -28,12 +28,8 @@ class LabelledResponses(PairDataset):
     those of :class:`PairDataset`.
 
     Args:
-        files: paths or patterns (see :class:`megarl.data.rows.Rows`).
-        tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
-        max_length: longest sequence, in tokens.
         label_key: column of labels, true or 1 = desirable, false or 0 = undesirable; None = the rows are pairs.
         answer_keys: the column of the labelled response, or the columns of the better and the worse response.
-        **options: further arguments of :class:`PairDataset`.
 
     Raises:
         DataError: a label is neither true nor false; see :class:`PairDataset` for the other errors.

@@ -85,8 +85,6 @@ def measure_lengths(rows: Rows, measure: LengthMeasure, workers: int | None = No
     """Measure all rows, or load their lengths from the cache: ``[rows, counts]``.
 
     Args:
-        rows: the rows.
-        measure: counts the tokens of a row.
         workers: processes; None = one per 16,384 rows, at most half of this process's cores.
 
     Raises:

@@ -25,7 +25,6 @@ class StatefulLoader:
     it after the step that used the batch.
 
     Args:
-        dataset: map-style data set.
         batch_size: rows per batch; None for all rows in one batch.
         collate: turns the rows of a batch into a :class:`DataProto`.
         seed: the order of an epoch is a function of seed and epoch alone.
@@ -34,10 +33,7 @@ class StatefulLoader:
         order: a custom order of the rows; batch size, seed, shuffle and drop_last are then not read.
 
     Attributes:
-        dataset: the data set.
-        order: order of the rows.
         epoch: epoch of the next batch, from 0.
-        last_rows: row numbers of the last batch.
         dropped_per_epoch: rows that ``drop_last`` drops in each epoch; with shuffling different rows in each.
 
     Raises:
@@ -163,6 +159,7 @@ class PromptQueue:
         self.loader = loader
         self._batches: Iterator[DataProto] = iter(())
         self._rest: DataProto | None = None
+        self._rest_ends_epoch = False
 
     def __len__(self) -> int:
         """Number of batches per epoch."""
@@ -171,7 +168,7 @@ class PromptQueue:
     @property
     def epoch(self) -> int:
         """Epoch of the last taken row, from 0."""
-        return self.loader.epoch
+        return self.loader.epoch - self._rest_ends_epoch
 
     def take(self, count: int) -> DataProto:
         """Take the next ``count`` rows."""
@@ -210,8 +207,10 @@ class PromptQueue:
         self.loader.load_state_dict({name: value for name, value in state.items() if name != REST})
         self.loader.last_rows = rest = list(state.get(REST, ()))
         self._batches, self._rest = iter(()), self.loader.rows(rest) if rest else None
+        self._rest_ends_epoch = bool(rest) and not state["position"]  # the loader is in the next epoch already
 
     def _next_batch(self) -> DataProto:
+        self._rest_ends_epoch = False
         batch = next(self._batches, None)
         while batch is None:
             self._batches = iter(self.loader)

@@ -28,7 +28,6 @@ class RowOrder(Protocol):
 
     Attributes:
         batch_size: rows of a batch; the last batch of an epoch may have fewer.
-        batches_per_epoch: batches of an epoch.
         dropped_per_epoch: rows that an epoch drops because they do not fill a batch.
         identity: fingerprint that a resumed state must match, as plain values.
     """
@@ -54,8 +53,8 @@ class RowOrder(Protocol):
         """Resume at a saved state."""
 
 
-class StatelessOrder:
-    """Base of orders whose batches are a function of epoch and position alone."""
+class PlainOrder:
+    """Base of orders: without metrics, and with batches that are a function of epoch and position alone."""
 
     def update(self, batch: Any) -> None:
         """Do nothing."""
@@ -80,18 +79,12 @@ def permutation(rows: int, *entropy: int) -> np.ndarray:
     return np.random.default_rng(list(entropy)).permutation(rows)
 
 
-class EpochOrder(StatelessOrder):
+class EpochOrder(PlainOrder):
     """All rows once per epoch: in file order, shuffled by ``(seed, epoch)``, or sorted by difficulty (curriculum).
 
     Args:
-        rows: number of rows.
-        batch_size: rows per batch; None = all.
-        seed: seed of the shuffling.
-        shuffle: False keeps the order of the files.
-        drop_last: drop the rows of an epoch that do not fill a batch.
         difficulty: ``[rows]``, the sort key of the first ``sorted_epochs`` epochs, ascending. Rows of equal difficulty
             keep the order of an epoch without sorting. None = no sorting.
-        sorted_epochs: number of sorted epochs.
 
     Raises:
         DataError: there is no row, or not one batch.
@@ -259,8 +252,6 @@ class MixedSet:
     """A data set of a mixture.
 
     Attributes:
-        name: name in metrics.
-        rows: number of rows.
         weight: weight relative to the other sets.
     """
 
@@ -269,16 +260,10 @@ class MixedSet:
     weight: MixtureSchedule
 
 
-class MixtureOrder:
+class MixtureOrder(PlainOrder):
     """Batches from several concatenated data sets in given proportions.
 
     An epoch of the mixture is the number of batches that all rows together fill.
-
-    Args:
-        sets: data sets in the order of their row numbers.
-        batch_size: rows per batch.
-        seed: seed of the shuffling.
-        shuffle: False: each set keeps the order of its files.
 
     Raises:
         DataError: a set has no row, or all sets together have less than a batch.
@@ -325,9 +310,6 @@ class MixtureOrder:
             raise DataError(f"data.mixture: no data set has a weight above 0 at step {step}", code="data.mixture-zero")
         return [weight / total for weight in weights]
 
-    def update(self, batch: Any) -> None:
-        """Do nothing."""
-
     def metrics(self) -> dict[str, float]:
         """Share of each set in the last batch, and its number of epochs so far."""
         metrics: dict[str, float] = {}
@@ -363,7 +345,6 @@ class MixtureOrder:
         return rows
 
     def _next_row(self, index: int) -> int:
-        """Number of the set's next row within the set."""
         data_set = self.sets[index]
         epoch, position = divmod(self._given[index], data_set.rows)
         if not self.shuffle:

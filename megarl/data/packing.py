@@ -83,8 +83,6 @@ def check_longest(lengths: Sequence[int], max_tokens: int, name: Callable[[int],
     """Check that every row fits into a micro-batch.
 
     Args:
-        lengths: tokens of each row.
-        max_tokens: token budget of a micro-batch.
         name: formats a row number for the message.
 
     Raises:

@@ -12,11 +12,10 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.data.column_store import Columns, PackedColumns, join_rows
+from megarl.data.column_store import Columns, PackedColumns, join_rows, merge_mappings, require_same_keys
 from megarl.data.columns import Widths, column_widths
-from megarl.data.merging import merge_mappings, require_same_keys
 
-if TYPE_CHECKING:  # importing it costs over a second of CPU time in every process
+if TYPE_CHECKING:
     from tensordict import TensorDict
 
 Index = int | slice | Sequence[int] | np.ndarray | Tensor
@@ -28,15 +27,14 @@ class DataProto:
     """Rows of tensors and Python objects, with metadata of the whole batch.
 
     Methods return new batches and do not change this one, except :meth:`pop`; new batches may share memory with the old
-    one. Received, split and joined batches have no padding: a padded tensor is built when its column is read, see
-    :mod:`megarl.data.column_store`.
+    one. Token columns have no padding: :meth:`padded` copies one to a padded tensor, :meth:`packed` reads it without.
 
     Args:
         batch: tensors ``[rows, ...]`` by column; None if the batch has no tensors.
         non_tensor_batch: object arrays ``[rows]`` by column.
-        meta_info: values that hold for all rows.
 
     Attributes:
+        tensors: the tensor columns by name; each read copies, like :meth:`padded`.
         partitions: partitions of the rows over data-parallel ranks, by request; see :mod:`megarl.cluster.partition`.
             Batches with the same rows and lengths share them.
 
@@ -50,11 +48,11 @@ class DataProto:
         non_tensor_batch: dict[str, np.ndarray] | None = None,
         meta_info: dict[str, Any] | None = None,
     ) -> None:
-        self._columns: Columns | TensorDict | None = None
-        self.batch = batch
+        self.tensors = batch if isinstance(batch, Columns) else Columns({} if batch is None else dict(batch.items()))
+        self.partitions: dict[Hashable, Any] = {}
         self.non_tensor_batch = {} if non_tensor_batch is None else non_tensor_batch
         self.meta_info = {} if meta_info is None else meta_info
-        rows, shapes = len(self), self._stored().shapes()
+        rows, shapes = len(self), self.tensors.shapes
         for name, tensor in shapes.items():
             _check_rows(f"column {name!r}", len(tensor), rows)
         for name, values in self.non_tensor_batch.items():
@@ -68,22 +66,20 @@ class DataProto:
         column_widths(shapes)
 
     @property
-    def batch(self) -> TensorDict | None:
-        """The tensor columns as a ``TensorDict``, as verl has them; None if the batch has no tensors.
+    def batch(self) -> Columns:
+        """Another name of :attr:`tensors`, which verl's users know."""
+        return self.tensors
 
-        megarl reads :attr:`tensors`, which does not import tensordict.
+    def padded(self, name: str) -> Tensor:
+        """Copy a column to a tensor ``[rows, ...]``, a declared one with padding (:mod:`megarl.data.columns`).
+
+        Changes of the copy do not reach the batch; :meth:`with_columns` returns a batch with other values.
+
+        Raises:
+            DataError: the batch has no such column.
         """
-        from tensordict import TensorDict
-
-        if isinstance(self._columns, Columns):
-            self._columns = TensorDict(dict(self._columns), batch_size=[len(self)])
-        return self._columns
-
-    @batch.setter
-    def batch(self, columns: Mapping[str, Tensor] | TensorDict | None) -> None:
-        self.partitions: dict[Hashable, Any] = {}
-        # TensorDict is no Mapping, and importing it takes long.
-        self._columns = Columns.of(columns) if isinstance(columns, Mapping) else columns
+        _pick(self.tensors.stored, [name], "tensor column")
+        return self.tensors[name]
 
     @classmethod
     def from_dict(
@@ -97,7 +93,6 @@ class DataProto:
         Args:
             tensors: each ``[b, ...]``.
             non_tensors: each a sequence or array of b values, of any type.
-            meta_info: copied.
 
         Raises:
             DataError: columns differ in their number of rows, a value is not a tensor or has no row dimension, or a
@@ -105,7 +100,7 @@ class DataProto:
         """
         tensors, non_tensors = _checked(tensors or {}), non_tensors or {}
         objects = {name: object_array(values) for name, values in non_tensors.items()}
-        return cls(tensors or None, objects, dict(meta_info or {}))
+        return cls(tensors, objects, dict(meta_info or {}))
 
     @classmethod
     def from_single_dict(
@@ -117,36 +112,32 @@ class DataProto:
         return cls.from_dict(tensors, others, meta_info)
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """The tensor columns by name. Do not change them in place; see :meth:`with_columns`."""
-        return self._stored()
-
-    @property
     def widths(self) -> Widths:
         """Widths P of the prompts and R of the responses; None if no column determines them."""
-        return column_widths(self._stored().shapes())
+        return column_widths(self.tensors.shapes)
 
     def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return the entries of each row of a declared column, each ``[length, ...]``; see :meth:`packed`."""
-        return self._stored().unpadded(name, dtype)
+        return list(self.packed(name, dtype).split(self.row_lengths(name).tolist()))
 
     def row_lengths(self, name: str) -> Tensor:
         """Count the entries of each row of a declared column, ``[b]`` int64; reads no values."""
-        return self._stored().row_lengths(name)
+        return self.tensors.row_lengths(name)
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the entries of all rows of a declared column in order, ``[sum of lengths, ...]``, possibly a view.
+        """Return the entries of all rows of a declared column in order, ``[sum of lengths, ...]``.
+
+        Do not change them in place: they may be a view of the column.
 
         Response-aligned columns have the lengths of ``sequence_lengths(batch)[1]``.
 
         Args:
-            name: of the column.
             dtype: of the result; None = that of the column.
 
         Raises:
             DataError: the batch has no ``attention_mask``, or one with holes.
         """
-        return self._stored().packed(name, dtype)
+        return self.tensors.packed(name, dtype)
 
     def with_packed(self, tokens: Mapping[str, Tensor]) -> DataProto:
         """Return this batch with declared columns added or replaced, from packed values; see :meth:`packed`.
@@ -154,11 +145,11 @@ class DataProto:
         Raises:
             DataError: the batch has no ``attention_mask``, or a column has another number of values.
         """
-        return self.with_columns(self._stored().of_tokens(tokens))
+        return self.with_columns(self.tensors.of_tokens(tokens))
 
     def ends(self, name: str) -> Tensor | None:
         """Return the value at the last entry of each row, ``[b]``, of a column of :meth:`with_ends`; else None."""
-        return self._stored().ends(name)
+        return self.tensors.ends(name)
 
     def with_ends(self, ends: Mapping[str, Tensor]) -> DataProto:
         """Return this batch with declared columns added or replaced that are zero except at the last entry of a row.
@@ -169,21 +160,15 @@ class DataProto:
         Raises:
             DataError: the batch has no ``attention_mask``.
         """
-        return self.with_columns(self._stored().of_ends(ends))
+        return self.with_columns(self.tensors.of_ends(ends))
 
     def token_columns(self, tokens: Mapping[str, Tensor]) -> DataProto:
         """Build a batch of the columns that :meth:`with_packed` would add, without those of this batch."""
-        return DataProto(self._stored().of_tokens(tokens))
-
-    def _stored(self) -> Columns:
-        if isinstance(self._columns, Columns):
-            return self._columns
-        return Columns.of({} if self._columns is None else dict(self._columns.items()))
+        return DataProto(self.tensors.of_tokens(tokens))
 
     def __len__(self) -> int:
         """Number of rows."""
-        stored = self._stored()
-        return stored.num_rows if stored else len(next(iter(self.non_tensor_batch.values()), ()))
+        return self.tensors.num_rows if self.tensors else len(next(iter(self.non_tensor_batch.values()), ()))
 
     def __getitem__(self, index: Index) -> DataProto:
         """Select rows by position (a batch of one row), slice, list of positions, or boolean mask.
@@ -193,8 +178,8 @@ class DataProto:
             DataError: a mask has another length than the batch.
         """
         rows = _row_selector(index, len(self))
-        columns = None if self._columns is None else self._stored().take(rows)
-        return DataProto(columns, {k: v[rows] for k, v in self.non_tensor_batch.items()}, dict(self.meta_info))
+        objects = {name: values[rows] for name, values in self.non_tensor_batch.items()}
+        return DataProto(self.tensors.take(rows), objects, dict(self.meta_info))
 
     def __iter__(self) -> Iterator[DataProto]:
         """Iterate over batches of one row each."""
@@ -207,9 +192,8 @@ class DataProto:
             IndexError: a position is outside the batch.
             DataError: the attention mask has holes, or the padding of a column contains several values.
         """
-        if self._columns is not None:
-            self._columns = self._stored().to_ragged()
-        return [self[part] for part in rows]
+        ragged = DataProto(self.tensors.to_ragged(), self.non_tensor_batch, self.meta_info)
+        return [ragged[part] for part in rows]
 
     def select(
         self,
@@ -222,10 +206,9 @@ class DataProto:
         Raises:
             DataError: a key is missing.
         """
-        columns = None if self._columns is None else self._stored()
+        columns = self.tensors
         if batch_keys is not None:
-            names = _pick(self._stored().stored, batch_keys, "tensor column")
-            columns = None if columns is None else columns.only([*names])
+            columns = Columns(_pick(columns.stored, batch_keys, "tensor column"))
         objects, meta = self.non_tensor_batch, self.meta_info
         if non_tensor_batch_keys is not None:
             objects = _pick(objects, non_tensor_batch_keys, "non-tensor column")
@@ -235,7 +218,7 @@ class DataProto:
 
     def present(self, names: Sequence[str]) -> DataProto:
         """Select columns of both kinds, those that the batch has; metadata is kept."""
-        kinds = (self._stored().stored, self.non_tensor_batch)
+        kinds = (self.tensors.stored, self.non_tensor_batch)
         return self.select(*([name for name in names if name in kind] for kind in kinds))
 
     def pop(
@@ -252,9 +235,7 @@ class DataProto:
         taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
         if PARTITION_COLUMNS & {*batch_keys, *non_tensor_batch_keys}:
             self.partitions = {}
-        if self._columns is not None:
-            columns = self._stored()
-            self._columns = columns.only([name for name in columns if name not in batch_keys])
+        self.tensors = self.tensors.only([name for name in self.tensors if name not in batch_keys])
         for mapping, keys in ((self.non_tensor_batch, non_tensor_batch_keys), (self.meta_info, meta_info_keys)):
             for key in keys:
                 del mapping[key]
@@ -270,9 +251,9 @@ class DataProto:
         Raises:
             DataError: a column has another number of rows, or the wrong shape.
         """
-        merged = self._stored().merged(_checked(tensors or {}))
+        merged = self.tensors.merged(_checked(tensors or {}))
         objects = {name: object_array(values) for name, values in (non_tensors or {}).items()}
-        result = DataProto(merged if merged else None, {**self.non_tensor_batch, **objects}, dict(self.meta_info))
+        result = DataProto(merged, {**self.non_tensor_batch, **objects}, dict(self.meta_info))
         return self._same_rows(result, replaced={*(tensors or ()), *objects})
 
     def union(self, other: DataProto) -> DataProto:
@@ -282,13 +263,13 @@ class DataProto:
             DataError: the batches differ in rows, or both have a key with different values.
         """
         _check_rows("the other batch", len(other), len(self))
-        mine, theirs = self._stored(), other._stored()
+        mine, theirs = self.tensors, other.tensors
         both = [name for name in theirs if name in mine and mine.stored[name] is not theirs.stored[name]]
         merge_mappings([{name: part[name] for name in both} for part in (mine, theirs)], "tensor column")
         objects = merge_mappings([self.non_tensor_batch, other.non_tensor_batch], "non-tensor column")
         columns = mine.merged(theirs.only([name for name in theirs if name not in mine]))
         meta = merge_mappings([self.meta_info, other.meta_info], "meta_info key")
-        return self._same_rows(DataProto(columns if columns else None, objects, meta))
+        return self._same_rows(DataProto(columns, objects, meta))
 
     def _same_rows(self, result: DataProto, replaced: AbstractSet[str] = frozenset()) -> DataProto:
         """Share the partitions with a batch of the same rows, unless a column that they depend on differs."""
@@ -297,7 +278,7 @@ class DataProto:
         return result
 
     def _partition_columns(self) -> AbstractSet[str]:
-        return PARTITION_COLUMNS & {*self._stored(), *self.non_tensor_batch}
+        return PARTITION_COLUMNS & {*self.tensors, *self.non_tensor_batch}
 
     def repeat(self, times: int, interleave: bool = True) -> DataProto:
         """Repeat each row ``times`` times: ``a a b b`` interleaved, ``a b a b`` otherwise.
@@ -357,10 +338,8 @@ class DataProto:
         """
         if not parts:
             raise DataError("concat needs at least one part", code="batch.no-parts")
-        if len({part._columns is None for part in parts}) > 1:
-            raise DataError("some parts have tensors and others have none; add or drop them", code="batch.keys-differ")
         require_same_keys([part.non_tensor_batch.keys() for part in parts], "non-tensor columns")
-        columns = None if parts[0]._columns is None else join_rows([part._stored() for part in parts], rows)
+        columns = join_rows([part.tensors for part in parts], rows)
         names, chosen = parts[0].non_tensor_batch, slice(None) if rows is None else rows
         objects = {name: np.concatenate([part.non_tensor_batch[name] for part in parts])[chosen] for name in names}
         return DataProto(columns, objects, merge_mappings([part.meta_info for part in parts], "meta_info key"))
@@ -387,12 +366,38 @@ class DataProto:
         return self[: len(self) - added]
 
     def __reduce__(self) -> tuple[Any, ...]:
-        packed = None if self._columns is None else self._stored().pack()
-        return _restore, (packed, self.non_tensor_batch, self.meta_info)
+        return _restore, (self.tensors.pack(), self.non_tensor_batch, self.meta_info)
 
 
-def _restore(packed: PackedColumns | None, objects: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
-    return DataProto(None if packed is None else Columns.unpack(packed), objects, meta_info)
+def _restore(packed: PackedColumns, objects: dict[str, np.ndarray], meta_info: dict[str, Any]) -> DataProto:
+    return DataProto(Columns.unpack(packed), objects, meta_info)
+
+
+def sequence_lengths(batch: DataProto) -> tuple[Tensor, Tensor]:
+    """Count the prompt and response tokens of each row in ``attention_mask``.
+
+    Returns:
+        ``(prompt_lengths, response_lengths)``, both ``[b]`` int64; response lengths are 0 before generation.
+
+    Raises:
+        DataError: ``attention_mask`` or the columns that determine the widths are missing, or the mask has holes.
+    """
+    spans = batch.tensors.spans
+    if spans is None:
+        there = sorted(batch.tensors)
+        text = f"sequence lengths need 'attention_mask' and 'prompts' or a response column; there are {there}"
+        raise DataError(text, code="batch.missing-column")
+    return spans.prompt_lengths, spans.response_lengths
+
+
+def token_counts(batch: DataProto) -> list[int]:
+    """Count the tokens of each row, prompt and response.
+
+    Raises:
+        DataError: see :func:`sequence_lengths`.
+    """
+    prompts, responses = sequence_lengths(batch)
+    return (prompts + responses).tolist()
 
 
 def object_array(values: Sequence[Any] | np.ndarray) -> np.ndarray:

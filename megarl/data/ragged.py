@@ -85,8 +85,6 @@ class RaggedColumn(NamedTuple):
         """Build a prompt- or response-aligned column from its rows; arrays that are narrow enough are not copied.
 
         Args:
-            column: declaration.
-            rows: values of each row.
             pad: padding value; None = the declaration's.
         """
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
@@ -114,11 +112,7 @@ class RaggedColumn(NamedTuple):
         """Build a column from the values of all rows in order.
 
         Args:
-            column: declaration.
             values: ``[sum of lengths, ...]``; booleans get the declared dtype.
-            lengths: ``[b]`` entries per row.
-            starts: see the attributes.
-            width: width of the padded tensor.
         """
         if values.dtype == torch.bool:
             name, array = dtype_name(column.dtype), values.to(torch.int8).numpy()
@@ -159,9 +153,10 @@ class RaggedColumn(NamedTuple):
             return self.values.dense()
         return self.values.dense(self.lengths) if isinstance(self.values, EndValues) else self.values
 
-    def joined(self) -> RaggedColumn:
-        """Return the column with the values of its rows in one array."""
-        return self._replace(values=self.values.dense()) if isinstance(self.values, RowValues) else self
+    def local(self) -> RaggedColumn:
+        """Return the column with its values in one array of this process; end values, and values on the way, stay."""
+        remote = isinstance(self.values, RemoteValues) and self.values.attached
+        return self._replace(values=self.array()) if remote or isinstance(self.values, RowValues) else self
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
         """Return the values of all rows in a dtype, by default that of the padded tensor; possibly a view."""
@@ -169,7 +164,7 @@ class RaggedColumn(NamedTuple):
         array = self.array()
         if array is None:
             return torch.ones(int(self.lengths.sum()), dtype=dtype)
-        values = torch.from_numpy(array)
+        values = torch.from_numpy(writeable(array))
         return (values.view(torch.bfloat16) if self.torch_dtype == torch.bfloat16 else values).to(dtype)
 
     def padded(self) -> Tensor:
@@ -194,25 +189,14 @@ class RaggedColumn(NamedTuple):
             return selected._replace(values=EndValues(rows.of(self.values.ends)))
         if isinstance(self.values, RowValues) and len(rows.rows):
             return selected._replace(values=RowValues([self.values.rows[row] for row in rows.rows.tolist()]))
-        column = self.joined()
-        assert isinstance(column.values, np.ndarray)
+        array = self.values.dense() if isinstance(self.values, RowValues) else self.values
         ends = np.cumsum(self.lengths)[rows.rows].tolist()
-        parts = [
-            column.values[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length
-        ]
-        values = np.concatenate(parts) if parts else column.values[:0]
-        return selected._replace(values=values)
+        parts = [array[end - length : end] for end, length in zip(ends, lengths.tolist(), strict=True) if length]
+        return selected._replace(values=np.concatenate(parts) if parts else array[:0])
 
 
 def row_starts(alignment: Alignment, width: int, lengths: np.ndarray, starts: np.ndarray | None) -> np.ndarray:
-    """Return the position of each row's first entry in a padded tensor, ``[b]``.
-
-    Args:
-        alignment: of the column.
-        width: of the tensor.
-        lengths: ``[b]`` entries per row.
-        starts: see :class:`RaggedColumn`.
-    """
+    """Return the position of each row's first entry in a padded tensor, ``[b]``."""
     if starts is not None:
         return starts
     return width - lengths if alignment == "prompt" else np.zeros_like(lengths)
@@ -233,8 +217,6 @@ def join_ragged(
 
     Args:
         columns: the same column of each batch, equal in dtype, alignment and trailing shape.
-        widths: widths of each batch.
-        width: widths of the result.
         rows: positions in the concatenation that the result has, in order; None = all.
         joined: places that were joined before, for the columns of one batch; gets those of this column.
     """
@@ -320,7 +302,11 @@ def without_padding(column: Column, tensor: Tensor, lengths: np.ndarray, starts:
             if part.size:
                 pad = part.flat[0] if pad is None else pad
                 if (part != pad).any():
-                    raise _several_paddings(column, row)
+                    raise DataError(
+                        f"column {column.name!r}, row {row}: entries outside attention_mask hold several values and "
+                        f"would be lost in transport; set them to {column.pad:g}",
+                        code="batch.values-in-padding",
+                    )
     values = np.concatenate(real) if real else source[:0].reshape(0, *source.shape[2:])
     number = None if pad is None else _number(pad, tensor.dtype)
     if column.name == "attention_mask" and (values == 1).all():
@@ -334,14 +320,6 @@ def _number(value: Any, dtype: torch.dtype) -> float:
         return float(torch.tensor(int(value), dtype=torch.int16).view(torch.bfloat16))
     number: float = value.item()
     return number
-
-
-def _several_paddings(column: Column, row: int) -> DataError:
-    return DataError(
-        f"column {column.name!r}, row {row}: entries outside attention_mask hold several values and would be "
-        f"lost in transport; set them to {column.pad:g}",
-        code="batch.values-in-padding",
-    )
 
 
 def writeable(array: np.ndarray) -> np.ndarray:

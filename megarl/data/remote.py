@@ -29,16 +29,6 @@ class ChunkReference(ABC):
 ChunkTuple = tuple[ChunkReference, ...]
 
 
-class NumberedChunks(NamedTuple):
-    """Stands for the chunks of a column while a batch travels; their references travel with it.
-
-    Attributes:
-        number: of the tuple of chunks among those that travel.
-    """
-
-    number: int
-
-
 def fetch_chunks(references: Sequence[ChunkReference]) -> dict[ChunkReference, Chunk]:
     """Read chunks, those of one store at once."""
     kinds = {type(reference) for reference in references}
@@ -53,20 +43,20 @@ class RowPlaces(NamedTuple):
     """Places of the rows of columns in chunks. Columns that were written together share them.
 
     Attributes:
-        chunks: references to the chunks; a number on the way to another process.
+        chunks: references to the chunks. While a batch travels: index into the reference tuples that travel with it.
         numbers: ``[b]`` index of each row's chunk in ``chunks``.
         begins: ``[b]`` position of each row's first value in its chunk.
     """
 
-    chunks: ChunkTuple | NumberedChunks
+    chunks: ChunkTuple | int
     numbers: np.ndarray
     begins: np.ndarray
 
     @property
     def references(self) -> ChunkTuple:
         """The references; an error on the way to another process."""
-        if isinstance(self.chunks, NumberedChunks):
-            raise RuntimeError(f"the chunks of a batch are not attached: {self.chunks}")
+        if isinstance(self.chunks, int):
+            raise RuntimeError(f"reference tuple {self.chunks} of a batch is not attached")
         return self.chunks
 
     def take(self, rows: np.ndarray) -> RowPlaces:
@@ -94,9 +84,7 @@ class RowPlaces(NamedTuple):
         """Copy the values of the rows of a column, in order; a view if they are adjacent in one chunk.
 
         Args:
-            name: of the column.
             lengths: ``[b]`` values per row.
-            chunks: by reference.
         """
         arrays = [chunks[reference][name] for reference in self.references]
         ends = self.begins + lengths
@@ -112,7 +100,6 @@ class RemoteValues(NamedTuple):
     """Values of a ragged column outside this process.
 
     Attributes:
-        places: of the rows.
         name: of the column in the chunks.
         trailing: shape of one entry; empty for scalars.
     """
@@ -124,13 +111,12 @@ class RemoteValues(NamedTuple):
     @property
     def attached(self) -> bool:
         """Whether this process can read the values; not so on the way to another process."""
-        return not isinstance(self.places.chunks, NumberedChunks)
+        return not isinstance(self.places.chunks, int)
 
     def fetch(self, lengths: np.ndarray, chunks: Mapping[ChunkReference, Chunk] | None = None) -> np.ndarray:
         """Read the values of all rows in order, ``[sum of lengths, ...]``; the array may be read-only.
 
         Args:
-            lengths: ``[b]`` values per row.
             chunks: the chunks, if they were read before.
         """
         if not len(lengths):
@@ -140,11 +126,7 @@ class RemoteValues(NamedTuple):
 
 
 class RowSelection:
-    """Selects rows of arrays and places; an object that several columns share is selected once and stays shared.
-
-    Args:
-        rows: positions of the rows.
-    """
+    """Selects rows of arrays and places; an object that several columns share is selected once and stays shared."""
 
     def __init__(self, rows: np.ndarray) -> None:
         self.rows = rows

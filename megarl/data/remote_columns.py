@@ -11,42 +11,39 @@ from collections.abc import Callable, Sequence
 
 import numpy as np
 
-from megarl.data.column_store import Columns
+from megarl.data.column_store import Columns, StoredColumn
 from megarl.data.protocol import DataProto
 from megarl.data.ragged import RaggedColumn
 from megarl.data.remote import (
     Chunk,
     ChunkReference,
     ChunkTuple,
-    NumberedChunks,
     RemoteValues,
     RowPlaces,
     RowSelection,
     fetch_chunks,
 )
-from megarl.data.stored_column import StoredColumn
 
 FEW_CHUNKS = 4
 """A part has few of the chunks of its batch if this many times as many exist."""
 
 
-def write_values(batch: DataProto, parts: Sequence[Sequence[int]], write: Callable[[Chunk], ChunkReference]) -> None:
-    """Move the values of all ragged columns that are in this process to chunks; the batch does not change otherwise.
-
-    Batches that share the columns see the remote values too.
+def write_values(
+    batch: DataProto, parts: Sequence[Sequence[int]], write: Callable[[Chunk], ChunkReference]
+) -> DataProto:
+    """Write the values of all ragged columns that are in this process to chunks; return the batch with remote values.
 
     Args:
-        batch: with declared columns, padded or ragged.
         parts: rows of each chunk; together all rows, a row may repeat.
         write: writes a chunk and returns the reference to it.
 
     Raises:
         DataError: the attention mask has holes, or the padding of a column contains several values.
     """
-    columns = Columns.of(batch.tensors).to_ragged()
+    columns = batch.tensors.to_ragged()
     local = _local_columns(columns)
     if not local:
-        return
+        return batch
     references, numbers = [], np.zeros(len(batch), np.int32)
     begins = {id(column.lengths): np.zeros(len(batch), np.int64) for column in local.values()}
     for number, rows in enumerate(parts):
@@ -59,8 +56,11 @@ def write_values(batch: DataProto, parts: Sequence[Sequence[int]], write: Callab
             begins[id(column.lengths)][selection.rows] = np.cumsum(lengths) - lengths
     chunks = tuple(references)
     places = {key: RowPlaces(chunks, numbers, begin) for key, begin in begins.items()}
-    for name, column in local.items():
-        columns.stored[name].move_out(RemoteValues(places[id(column.lengths)], name, column.trailing))
+    stored = {
+        name: column._replace(values=RemoteValues(places[id(column.lengths)], name, column.trailing))
+        for name, column in local.items()
+    }
+    return _with_columns(batch, {**columns.stored, **stored})
 
 
 def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
@@ -69,15 +69,15 @@ def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
     Raises:
         DataError: the attention mask has holes, or the padding of a column contains several values.
     """
-    columns = Columns.of(fetch_values(batch).tensors).to_ragged()
+    columns = fetch_values(batch).tensors.to_ragged()
     local = _local_columns(columns)
     numbers = np.zeros(len(batch), np.int32)
     places: dict[int, RowPlaces] = {}
     stored = dict(columns.stored)
     for name, column in local.items():
         begins = np.cumsum(column.lengths) - column.lengths
-        place = places.setdefault(id(column.lengths), RowPlaces(NumberedChunks(0), numbers, begins))
-        stored[name] = StoredColumn(None, column._replace(values=RemoteValues(place, name, column.trailing)))
+        place = places.setdefault(id(column.lengths), RowPlaces(0, numbers, begins))
+        stored[name] = column._replace(values=RemoteValues(place, name, column.trailing))
     return _with_columns(batch, stored), _chunk(local)
 
 
@@ -88,7 +88,6 @@ def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
     with rows in few of many chunks has a tuple of its own: its receiver must not read all references.
     """
     tuples: dict[int, ChunkTuple] = {}
-    numbers: dict[int, NumberedChunks] = {}
     chosen: dict[tuple[int, bytes], ChunkTuple] = {}
 
     def number(places: RowPlaces) -> RowPlaces:
@@ -99,8 +98,8 @@ def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
             own = chosen.setdefault((id(chunks), used.tobytes()), own)
             places = RowPlaces(own, inverse, places.begins)
         key = id(places.references)
-        tuples[key] = places.references
-        return places._replace(chunks=numbers.setdefault(key, NumberedChunks(len(numbers))))
+        tuples.setdefault(key, places.references)
+        return places._replace(chunks=list(tuples).index(key))
 
     return _with_places(batch, number), list(tuples.values())
 
@@ -109,58 +108,51 @@ def attach_chunks(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
     """Replace the numbers of a batch of :func:`detach_chunks` or :func:`separate` by tuples of chunks."""
 
     def attach(places: RowPlaces) -> RowPlaces:
-        numbered = places.chunks
-        return places._replace(chunks=tuples[numbered.number]) if isinstance(numbered, NumberedChunks) else places
+        return places._replace(chunks=tuples[places.chunks]) if isinstance(places.chunks, int) else places
 
     return _with_places(batch, attach)
 
 
 def fetch_values(batch: DataProto) -> DataProto:
     """Return the batch with all values in this process; reads each chunk once."""
-    columns = Columns.of(batch.tensors)
-    remote = _remote_columns(columns)
+    remote = _remote_columns(batch)
     if not remote:
         return batch
     places = {id(values.places): values.places.compact() for _, values in remote.values()}
     chunks = fetch_chunks(list(dict.fromkeys(chunk for place in places.values() for chunk in place.references)))
-    stored = dict(columns.stored)
+    stored = dict(batch.tensors.stored)
     for name, (column, values) in remote.items():
-        stored[name] = StoredColumn(None, column._replace(values=values.fetch(column.lengths, chunks)))
+        stored[name] = column._replace(values=values.fetch(column.lengths, chunks))
     return _with_columns(batch, stored)
 
 
 def _with_places(batch: DataProto, change: Callable[[RowPlaces], RowPlaces]) -> DataProto:
     """Change the places of all remote columns; columns that share places still do."""
-    columns = Columns.of(batch.tensors)
-    remote = _remote_columns(columns)
+    remote = _remote_columns(batch)
     if not remote:
         return batch
     changed: dict[int, RowPlaces] = {}
-    stored = dict(columns.stored)
+    stored = dict(batch.tensors.stored)
     for name, (column, values) in remote.items():
         if id(values.places) not in changed:
             changed[id(values.places)] = change(values.places)
-        new = column._replace(values=values._replace(places=changed[id(values.places)]))
-        stored[name] = StoredColumn(None, new)
+        stored[name] = column._replace(values=values._replace(places=changed[id(values.places)]))
     return _with_columns(batch, stored)
 
 
 def _with_columns(batch: DataProto, stored: dict[str, StoredColumn]) -> DataProto:
-    return DataProto(Columns(stored) if stored else None, batch.non_tensor_batch, batch.meta_info)
+    result = DataProto(Columns(stored), batch.non_tensor_batch, batch.meta_info)
+    result.partitions = batch.partitions
+    return result
 
 
 def _local_columns(columns: Columns) -> dict[str, RaggedColumn]:
-    ragged = {name: stored.current() for name, stored in columns.stored.items()}
-    return {name: column for name, column in ragged.items() if column is not None and column.is_local}
+    return {name: column for name, column in columns.ragged.items() if column.is_local}
 
 
-def _remote_columns(columns: Columns) -> dict[str, tuple[RaggedColumn, RemoteValues]]:
-    ragged = {name: stored.current() for name, stored in columns.stored.items()}
-    return {
-        name: (column, column.values)
-        for name, column in ragged.items()
-        if column is not None and isinstance(column.values, RemoteValues)
-    }
+def _remote_columns(batch: DataProto) -> dict[str, tuple[RaggedColumn, RemoteValues]]:
+    ragged = batch.tensors.ragged
+    return {name: (column, column.values) for name, column in ragged.items() if isinstance(column.values, RemoteValues)}
 
 
 def _chunk(columns: dict[str, RaggedColumn]) -> Chunk:

@@ -29,10 +29,7 @@ class RowMap(Protocol):
         """Run a function on the parts of a batch.
 
         Args:
-            function: see :data:`RowFunction`.
             columns: those that the function reads, tensors and others; absent ones are left out.
-            batch: all rows.
-            args: further arguments of the function.
             together: non-tensor column; rows with equal values are in one part, such as the responses to one prompt.
                 None: each part is any rows.
 

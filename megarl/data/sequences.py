@@ -2,40 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from typing import NamedTuple, Protocol, TypeAlias, runtime_checkable
+from collections.abc import Sequence
+from typing import NamedTuple, TypeAlias
 
 import numpy as np
 import torch
 from torch import Tensor
-from torch.utils.weak import WeakIdKeyDictionary
 
 from megarl.base.errors import DataError
-from megarl.data.columns import Alignment, column_widths
+from megarl.data.columns import Alignment
 
 Row: TypeAlias = Sequence[float] | np.ndarray
-
-_CACHED_SPANS: WeakIdKeyDictionary = WeakIdKeyDictionary()
-"""Version (number of changes in place) and spans of attention masks, which all phases of a step read."""
-
-
-class TensorBatch(Protocol):
-    """A batch with tensor columns by name, such as :class:`megarl.data.DataProto`."""
-
-    @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Tensor columns by name."""
-
-
-@runtime_checkable
-class KnownSpans(Protocol):
-    """Tensor columns whose spans and shapes are known without padded tensors, see :mod:`megarl.data.column_store`."""
-
-    def spans(self) -> Spans | None:
-        """Return the token spans of the rows; None if they have to be read from ``attention_mask``."""
-
-    def shapes(self) -> dict[str, Tensor]:
-        """Return tensors without data, with the shapes and dtypes of the columns."""
 
 
 class Spans(NamedTuple):
@@ -64,33 +41,12 @@ class Spans(NamedTuple):
         return torch.cat(parts, dim=1)
 
 
-def read_spans(tensors: Mapping[str, Tensor]) -> Spans | None:
-    """Read spans from ``attention_mask``; None without a mask or without columns that determine both widths.
+def spans_of_mask(mask: Tensor, prompt_width: int, response_width: int) -> Spans:
+    """Read spans from an ``attention_mask``.
 
     Raises:
-        DataError: the mask of a row is not contiguous, or widths are inconsistent (see ``column_widths``).
+        DataError: the mask of a row is not contiguous.
     """
-    if "attention_mask" not in tensors:
-        return None
-    shapes = tensors
-    if isinstance(tensors, KnownSpans):
-        if (spans := tensors.spans()) is not None:
-            return spans
-        shapes = tensors.shapes()
-    widths = column_widths(shapes)
-    if widths.prompt is None or widths.response is None:
-        return None
-    mask = tensors["attention_mask"]
-    if mask.is_inference():  # its changes in place are not counted
-        return _spans_of(mask, widths.prompt, widths.response)
-    entry: tuple[int, Spans] | None = _CACHED_SPANS.get(mask)
-    if entry is None or (entry[0], entry[1].prompt_width, entry[1].response_width) != (mask._version, *widths):
-        entry = mask._version, _spans_of(mask, widths.prompt, widths.response)
-        _CACHED_SPANS[mask] = entry
-    return entry[1]
-
-
-def _spans_of(mask: Tensor, prompt_width: int, response_width: int) -> Spans:
     real = mask.cpu() != 0
     prompt, response = real[:, :prompt_width], real[:, prompt_width:]
     spans = Spans(prompt_width, response_width, prompt.sum(-1), response.sum(-1))
@@ -102,33 +58,6 @@ def _spans_of(mask: Tensor, prompt_width: int, response_width: int) -> Spans:
             code="batch.mask-holes",
         )
     return spans
-
-
-def sequence_lengths(batch: TensorBatch) -> tuple[Tensor, Tensor]:
-    """Count the prompt and response tokens of each row in ``attention_mask``.
-
-    Returns:
-        ``(prompt_lengths, response_lengths)``, both ``[b]`` int64; response lengths are 0 before generation.
-
-    Raises:
-        DataError: ``attention_mask`` or the columns that determine the widths are missing, or the mask has holes.
-    """
-    tensors = batch.tensors
-    spans = read_spans(tensors)
-    if spans is None:
-        text = f"sequence lengths need 'attention_mask' and 'prompts' or a response column; there are {sorted(tensors)}"
-        raise DataError(text, code="batch.missing-column")
-    return spans.prompt_lengths, spans.response_lengths
-
-
-def token_counts(batch: TensorBatch) -> list[int]:
-    """Count the tokens of each row, prompt and response.
-
-    Raises:
-        DataError: see :func:`sequence_lengths`.
-    """
-    prompts, responses = sequence_lengths(batch)
-    return (prompts + responses).tolist()
 
 
 def attention_mask_of(

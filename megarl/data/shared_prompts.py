@@ -18,7 +18,7 @@ from torch import Tensor
 
 from megarl.data.balance import balanced_partition
 from megarl.data.packing import fewest_micro_batches
-from megarl.data.sequences import sequence_lengths
+from megarl.data.protocol import sequence_lengths
 
 if TYPE_CHECKING:
     from megarl.data.protocol import DataProto
@@ -50,8 +50,6 @@ class SharedPromptRows:
     """Lengths of rows by prompt, and their cost if each prompt of a micro-batch is computed once.
 
     Attributes:
-        prompt_lengths: tokens of each row's prompt.
-        response_lengths: tokens of each row's response.
         prompt_ids: a number per row, equal for rows of the same prompt.
     """
 
@@ -98,8 +96,6 @@ def micro_batch_units(rows: SharedPromptRows, chosen: Sequence[int], max_tokens:
     If the units need more micro-batches than single rows do, every row is a separate unit.
 
     Args:
-        rows: all rows.
-        chosen: the rows to compute.
         max_tokens: token budget of a micro-batch; each single row must fit.
 
     Returns:
@@ -139,9 +135,6 @@ def partition_by_prompt(
     """Assign rows to data-parallel ranks with similar cost, all samples of a prompt to one rank.
 
     Args:
-        rows: all rows.
-        cost: cost of sequences.
-        dp: number of ranks.
         mini_batch_rows: rows per mini-batch; mini-batches are balanced separately.
         equal: every rank must get the same number of rows of each mini-batch.
 

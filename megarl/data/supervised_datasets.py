@@ -19,7 +19,6 @@ from megarl.data.rows.reader import Rows
 from megarl.data.sequences import attention_mask_of, pad_left, pad_right
 from megarl.data.text_bounds import cut_middle, measured_tokens
 from megarl.data.tokenization import (
-    EncodedResponse,
     PromptEncoder,
     PromptReader,
     ResponseEncoder,
@@ -39,6 +38,8 @@ Messages = Sequence[Mapping[str, Any]]
 class SFTDataset(RowDataset):
     """Prompts with the responses to train on, in the columns of the reinforcement-learning job.
 
+    Arguments without an explanation here are those of :class:`megarl.data.RLHFDataset`.
+
     A response is the tokens of its text and the end-of-sequence token. A response with text of others (tool or search
     results) is a list of pieces ``{role, content}``, concatenated without a template. Pieces of the ``assistant`` are
     trained on, other pieces are context (``response_mask`` 0). Pieces are tokenized one by one, as in a rollout.
@@ -46,22 +47,12 @@ class SFTDataset(RowDataset):
     response). It refuses whole conversations that are several times too long by their length.
 
     Args:
-        files: paths or patterns of files with chat messages and responses.
         tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
         max_length: longest prompt plus response, in tokens.
-        prompt_key: column of the prompt: chat messages, or a text.
         response_key: column of the response's text or pieces.
         messages_key: column of whole conversations, which are read instead of prompts and responses; every assistant
             message is trained on. None = prompts and responses.
         truncation: treatment of a longer row: ``error``, ``left`` or ``right``.
-        apply_chat_template_kwargs: extra arguments for the chat template.
-        apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
-        system_prompt: system message of rows without one.
-        max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
-        sample_seed: seed of the draw.
-        workers: processes that measure lengths; None = a number that suits the data set.
-        cache_dir: folder for converted files and lengths.
-        vocab_size: tokens of the model; None = unknown.
 
     Attributes:
         dropped: always 0; a row that truncation would leave without prompt or response is an error.
@@ -116,7 +107,11 @@ class SFTDataset(RowDataset):
         """Return a row: ``prompt_ids``, ``response_ids``, ``response_mask`` (1 = trained), and ``index``."""
         row = int(self._rows[item])
         values, location = self.source[row], self.source.location(row)
-        prompt, (response, mask) = self._encode(values, location)
+        if self.conversations is not None:
+            prompt, (response, mask) = self.conversations.encode(values, location)
+        else:
+            prompt = self.encoder.encode(self.reader.read(values, location), location)
+            ((response, mask),) = self.responses.encode([values], [location])
         sequence = prompt + response
         kept = truncate(sequence, self.max_length, self.truncation)
         cut_left = len(sequence) - len(kept) if self.truncation == "left" else 0
@@ -160,13 +155,6 @@ class SFTDataset(RowDataset):
         )
         return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
 
-    def _encode(self, values: Mapping[str, Any], location: str) -> tuple[list[int], EncodedResponse]:
-        """Token ids of the prompt, and of the response with its mask."""
-        if self.conversations is not None:
-            return self.conversations.encode(values, location)
-        prompt = self.encoder.encode(self.reader.read(values, location), location)
-        return prompt, self.responses.encode([values], [location])[0]
-
     def _check_lengths(self, workers: int | None) -> None:
         """Measure every row, so that an unusable row stops the run at its start."""
         measure = (
@@ -199,12 +187,13 @@ class SFTDataset(RowDataset):
 class PairDataset(RowDataset):
     """Preference pairs: prompts with a better and a worse response, as complete sequences.
 
+    Arguments without an explanation here are those of :class:`megarl.data.RLHFDataset`.
+
     A sequence equals that of a rollout: the prompt's tokens by the chat template, up to the start of the response, the
     tokens of the response, and the end-of-sequence token. A reward model is therefore trained on the sequences that it
     will score.
 
     Args:
-        files: paths or patterns (see :class:`megarl.data.rows.Rows`).
         tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
         max_length: longest sequence, in tokens.
         prompt_key: column of the prompt; None if the response columns contain complete conversations that end
@@ -212,14 +201,7 @@ class PairDataset(RowDataset):
         answer_keys: columns of the better and the worse response: texts, or lists of messages.
         margin_key: column of margins (numbers); None = no margins.
         truncation: treatment of a longer sequence: ``error``, ``left`` or ``right``.
-        apply_chat_template_kwargs: extra arguments for the chat template.
-        apply_chat_template: whether a text is one user message for the template; False = it is tokenized as it is.
-        system_prompt: system message of rows without one.
-        max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
-        sample_seed: seed of the draw.
-        cache_dir: folder for converted files.
         with_prompt_tokens: also return the number of prompt tokens of each sequence, for losses on the responses.
-        vocab_size: tokens of the model; None = unknown.
 
     Attributes:
         names: names of the sequences of a row, one per answer column.
@@ -348,7 +330,6 @@ class PairDataset(RowDataset):
         return values[self.prompt_key], messages[0]["content"]
 
     def _prompt_tokens(self, prompt: int, response: int) -> int:
-        """Number of prompt tokens of a truncated sequence."""
         cut = max(0, prompt + response - self.max_length) if self.truncation == "left" else 0
         return min(prompt - cut, self.max_length)
 

@@ -55,7 +55,6 @@ class PromptReader:
     """Reads the prompt of a row: its chat messages, system message and tools.
 
     Attributes:
-        key: column of the prompt: chat messages, or a text.
         system_prompt: system message of rows without one (as first message or in the column ``system``); None = none.
         schemas: schemas of the tools that rows may name in the column ``tools``, by name.
         template_texts: whether a text is one user message for the chat template; False = it is tokenized as it is.
@@ -75,7 +74,6 @@ class PromptReader:
         """Read the prompt of a row.
 
         Args:
-            values: the row's columns.
             location: file and row, for errors.
 
         Raises:
@@ -141,7 +139,6 @@ class ModelVocabulary:
     Such tokenizers exist (Gemma 3's has a token for images, which its text models lack), so rows are checked.
 
     Args:
-        tokenizer: a Hugging Face tokenizer.
         vocab_size: tokens of the model; None = unknown.
 
     Attributes:
@@ -173,9 +170,7 @@ class PromptEncoder:
 
     Args:
         tokenizer: a Hugging Face tokenizer with a chat template.
-        template_kwargs: extra arguments for the template.
         generation_prompt: False renders complete conversations instead, including the last response.
-        vocab_size: tokens of the model; None = unknown.
         max_tokens: tokens of a prompt that are used, at most; a prompt that is several times longer by its length is
             tokenized without its middle. None = all are used.
 
@@ -204,10 +199,6 @@ class PromptEncoder:
 
     def encode(self, prompt: Prompt, location: str) -> list[int]:
         """Tokenize one prompt.
-
-        Args:
-            prompt: its messages and tools.
-            location: file and row, for the error.
 
         Raises:
             DataError: the template or the tokenizer rejects the prompt, or the model lacks one of its tokens.
@@ -255,10 +246,6 @@ class PromptEncoder:
 
     def check_vocabulary(self, prompts: Sequence[Prompt], location: str) -> None:
         """Check that the tokenizer knows the text of at least one of the first prompts.
-
-        Args:
-            prompts: some prompts.
-            location: file and row of the first, for the error.
 
         Raises:
             DataError: their text becomes no tokens, or unknown ones only.
@@ -379,7 +366,6 @@ class ResponseEncoder:
     Args:
         tokenizer: tokenizer with an end-of-sequence token.
         key: column of the response's text or pieces.
-        vocab_size: tokens of the model; None = unknown.
         max_tokens: tokens that are used, at most, as in :class:`PromptEncoder`, for each piece.
     """
 

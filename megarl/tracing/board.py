@@ -12,7 +12,7 @@ import mmap
 import os
 import struct
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from itertools import pairwise
 from pathlib import Path
 
@@ -45,8 +45,6 @@ class GroupCount:
 
     Attributes:
         group: name and ranks, identical on all its ranks, such as ``tensor-model-parallel [0, 1]``.
-        issued: number of collectives that this process has issued.
-        last: name of the last collective.
     """
 
     group: str
@@ -60,18 +58,12 @@ class BoardContent:
 
     Attributes:
         spans: open spans, outermost first.
-        groups: collective counts by group.
         thread: identifier of the thread whose spans these are; 0 = unknown.
     """
 
     spans: Sequence[OpenSpan] = ()
-    groups: Mapping[str, GroupCount] | None = None
+    counts: Mapping[str, GroupCount] = field(default_factory=dict)
     thread: int = 0
-
-    @property
-    def counts(self) -> Mapping[str, GroupCount]:
-        """Counts by group."""
-        return self.groups or {}
 
 
 class Board:

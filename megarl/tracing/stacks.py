@@ -93,7 +93,6 @@ class ProcessReport:
     """State of a process, as observed from outside.
 
     Attributes:
-        pid: process ID.
         state: ``running``, ``sleeping``, ``in the kernel``, ``stopped``, ``dead``.
         board: content of its board; None = no board.
         stacks: stacks of all its threads, as text; empty if it wrote none.
@@ -117,7 +116,6 @@ def take_reports(pids: Sequence[int], children_of: Sequence[int] | None = None) 
     """Observe processes of this machine; all requests are sent before the first reply is awaited.
 
     Args:
-        pids: process IDs.
         children_of: processes whose children are included; None = all.
     """
     files = {pid: file for pid in pids if (file := _request_stacks(pid)) is not None}

@@ -35,9 +35,7 @@ class ObservedProcess:
 
     Attributes:
         role: name of its role; ``driver`` and ``reward process`` for processes without a role.
-        rank: rank within the role.
         host: address of its node.
-        report: its observed state.
     """
 
     role: str
@@ -190,7 +188,6 @@ def _has_issued(member: ObservedProcess, wait: Wait, waits: Mapping[ObservedProc
 
 
 def _describe_waiters(waiting: Sequence[ObservedProcess]) -> str:
-    """Describe the waiters of a culprit."""
     if not waiting:
         return ""
     wait = current_wait(waiting[0])
@@ -201,7 +198,6 @@ def _describe_waiters(waiting: Sequence[ObservedProcess]) -> str:
 
 
 def _waiting_lines(waits: Mapping[ObservedProcess, Wait], rest: Sequence[ObservedProcess]) -> list[str]:
-    """Format a line per collective with the ranks that wait in it."""
     ranks_of: dict[tuple[str, str, str], list[int]] = defaultdict(list)
     for process in rest:
         if process in waits:

@@ -58,7 +58,6 @@ class TraceFile:
         """Write the events of a process.
 
         Args:
-            events: events in any order.
             offset_ns: offset of its clock from this machine's clock.
         """
         for event in events:

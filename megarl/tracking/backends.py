@@ -173,9 +173,8 @@ class WandbTracker(Tracker):
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """Send the samples as a table."""
         if samples:
-            columns = list(samples[0])
-            rows = [[str(sample.get(column)) for column in columns] for sample in samples]
-            self.run.log({"samples": self._wandb.Table(columns=columns, data=rows), WANDB_STEP_METRIC: step})
+            table = self._wandb.Table(**_table(samples))
+            self.run.log({"samples": table, WANDB_STEP_METRIC: step})
 
     def leftover(self) -> str:
         """Name the command that sends the records later; the package keeps them in files."""
@@ -185,6 +184,11 @@ class WandbTracker(Tracker):
         """Send all records, end the run, and wait for the exit of wandb's service process."""
         self.run.finish()
         self._wandb.teardown()
+
+
+def _table(samples: Sequence[Mapping[str, Any]]) -> dict[str, list[Any]]:
+    columns = list(samples[0])
+    return {"columns": columns, "data": [[str(sample.get(name)) for name in columns] for sample in samples]}
 
 
 def _has_wandb_login(settings: Any) -> bool:
@@ -260,9 +264,8 @@ class SwanlabTracker(Tracker):
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """Log the samples as a table."""
         if samples:
-            columns = list(samples[0])
-            rows = [[str(sample.get(column)) for column in columns] for sample in samples]
-            self.run.log({"samples": self._swanlab.echarts.Table().add(columns, rows)}, step)
+            table = _table(samples)
+            self.run.log({"samples": self._swanlab.echarts.Table().add(table["columns"], table["data"])}, step)
 
     def leftover(self) -> str:
         """Name the command that sends the records later; the package keeps them in files."""
@@ -343,9 +346,7 @@ class MlflowTracker(Tracker):
     def log_samples(self, samples: Sequence[Mapping[str, Any]], step: int) -> None:
         """Store the samples as a table: ``{"columns": [...], "data": [[...], ...]}``."""
         if samples:
-            columns = list(samples[0])
-            table = {"columns": columns, "data": [[str(sample.get(name)) for name in columns] for sample in samples]}
-            text = json.dumps(table, ensure_ascii=False)
+            text = json.dumps(_table(samples), ensure_ascii=False)
             self.client.log_text(self.id, text, f"samples/step_{step}.json")
 
     def finish(self) -> None:
@@ -380,7 +381,6 @@ def mlflow_name(name: str) -> str:
 
 
 def _flat(values: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, str]]:
-    """Yield dotted names and texts of nested values."""
     for name, value in values.items():
         if isinstance(value, Mapping):
             yield from _flat(value, f"{prefix}{name}.")

@@ -22,6 +22,7 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from megarl.base.formatting import count_noun
 from megarl.base.logs import ALREADY_SHOWN, WrappedStream
 from megarl.tracking.console_tables import RL_COLUMNS, MetricColumn, StepTable
 from megarl.tracking.live_status import LiveStatus, PhaseProgress
@@ -42,7 +43,6 @@ class Console:
 
     Args:
         total_steps: steps of the run, for the progress bar; None = unknown.
-        columns: columns of the table.
         output: the rich console to print on; standard output by default.
         quiet: print warnings and the closing summary only.
     """
@@ -168,15 +168,15 @@ class Console:
             self._validation(validation, step)
 
     def _warn_of_skipped_steps(self, metrics: Mapping[str, float], step: int) -> None:
-        """Warn of the optimizer steps that a training step skipped, per role."""
         for name, value in metrics.items():
             if not name.endswith(SKIPPED_STEPS_SUFFIX) or not value > 0:
                 continue
             self._skipped_steps += int(value)
             role = name.removesuffix(SKIPPED_STEPS_SUFFIX)
+            steps = count_noun(int(value), "optimizer step")
             self.warn(
-                f"step {step}: {role} skipped {_count(int(value))} because of a non-finite loss or gradient; "
-                f"{self._skipped_steps} skipped since the start of this process"
+                f"step {step}: {role} skipped {steps} because of a non-finite loss or gradient; {self._skipped_steps}"
+                f" skipped since the start of this process"
             )
 
     def _row(self, metrics: Mapping[str, float], step: int) -> None:
@@ -249,16 +249,8 @@ class Console:
             self._live = None
 
 
-def _count(steps: int) -> str:
-    return f"{steps} optimizer step{'' if steps == 1 else 's'}"
-
-
 class _ProgressLines:
-    """Prints the progress of a phase: its first and last report, and others every few seconds.
-
-    Args:
-        show: prints a line.
-    """
+    """Prints the progress of a phase: its first and last report, and others every few seconds."""
 
     def __init__(self, show: Callable[[str], None]) -> None:
         self._show = show

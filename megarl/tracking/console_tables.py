@@ -59,11 +59,9 @@ class MetricColumn:
     """A column of the step table.
 
     Attributes:
-        header: its heading.
         read: returns its value from a step's metrics; None = the step has no value.
         width: characters of a cell.
         show: formats a value within a width.
-        style: rich style of a cell.
         is_spare: the live view drops it first if the figures do not fit.
         phase: description of the phase, for columns with the seconds of a phase, which appear once the phase happened.
     """
@@ -136,8 +134,6 @@ class StepTable:
     Args:
         columns: columns besides the step.
         width: largest number of characters of a line.
-        total_steps: steps of the run; None = unknown.
-        is_ascii: use ASCII characters only.
     """
 
     def __init__(

@@ -114,7 +114,6 @@ class BalanceFile:
     Args:
         resumed_step: None for a new run: an existing file is renamed to ``<name>.old``. The step of the checkpoint for
             a resumed run: later steps, which will be written again, are dropped.
-        limit_bytes: largest size of the file.
     """
 
     def __init__(self, path: Path, resumed_step: int | None = None, limit_bytes: int = BALANCE_BYTES) -> None:

@@ -84,11 +84,7 @@ class PhaseProgress:
 
 
 class HostMemoryGauge:
-    """Memory of this process and its descendants, measured every few seconds.
-
-    Args:
-        clock: monotonic clock in seconds.
-    """
+    """Memory of this process and its descendants, measured every few seconds."""
 
     every_s = 3.0
 
@@ -113,8 +109,6 @@ class LiveStatus:
     """State and rendering of the live view.
 
     Args:
-        total_steps: steps of the run; None = unknown.
-        clock: monotonic clock in seconds.
         columns: columns of the step table; the view shows their last values, and a sparkline of the first.
     """
 

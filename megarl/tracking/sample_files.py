@@ -57,7 +57,6 @@ class SampleFiles:
 
     Args:
         folder: folder of the files; created with the first file.
-        limit_bytes: largest total size of the files.
     """
 
     def __init__(self, folder: Path, limit_bytes: int = FOLDER_BYTES) -> None:

@@ -98,8 +98,6 @@ class SubprocessTracker(Tracker):
     Args:
         name: entry of ``trainer.logger``; the subprocess imports the class.
         run: description of the run; ``timeout_s`` limits each call.
-        report: prints a message to the user.
-        policy: retries and limits.
     """
 
     def __init__(
@@ -253,7 +251,6 @@ class SubprocessTracker(Tracker):
             process.child.kill()
 
     def _time_left(self) -> float:
-        """Seconds until the deadline of a call."""
         left = self.run.timeout_s if self._deadline is None else self._deadline - time.monotonic()
         return max(0.0, min(left, self.run.timeout_s))
 

@@ -25,11 +25,8 @@ class RunResult:
     """Result of one run of a sweep.
 
     Attributes:
-        overrides: overridden values by config key.
         metric: name of the objective.
         value: value of the objective; None if the run failed or has no objective.
-        error: error of a failed run.
-        folder: name of the run's folder.
     """
 
     overrides: Mapping[str, str]

@@ -25,7 +25,6 @@ class TokenColumn(NamedTuple):
 
     Attributes:
         name: key in the sample file.
-        label: label in the report.
         note: meaning and unit.
         scale: color scale: ``signed`` around zero, ``low`` highlights small values, ``high`` large values, ``mask``
             0/1.

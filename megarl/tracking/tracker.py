@@ -21,11 +21,8 @@ class RunInfo:
     """Description of a run for its trackers.
 
     Attributes:
-        project: project that the run belongs to.
-        folder: folder of the run's files.
         config: the resolved config, plain nested dicts and lists.
         resumed_step: last step of the checkpoint that the run resumes from; None for a new run.
-        console: the run's console, for the console tracker.
         run_id: 20 letters and digits that identify the run in trackers; a resumed run keeps its ID.
         timeout_s: seconds that a tracker in a subprocess may take for one call, and to send its queue at the end.
         logs: folder for the output of tracker subprocesses; None = discard it.

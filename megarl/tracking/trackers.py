@@ -18,11 +18,7 @@ _VALIDATION = ("val-core/", "val-aux/", "val/")
 
 
 class GuardedTracker(Tracker):
-    """A tracker in this process; its failures are reported once, counted, and do not stop the run.
-
-    Args:
-        report: prints a message to the user.
-    """
+    """A tracker in this process; its failures are reported once, counted, and do not stop the run."""
 
     def __init__(self, name: str, tracker: Tracker, report: Callable[[str], None]) -> None:
         self.name, self.tracker = name, tracker
@@ -122,7 +118,6 @@ def open_trackers(
 
     Args:
         names: entries of ``trainer.logger``.
-        run: description of the run.
         report: prints a message about a failing tracker; default: the run's console, or the log.
         every: see :class:`Trackers`.
 

@@ -7,6 +7,7 @@ from support.expected_errors import raises
 
 from megarl.algorithms import (
     ADVANTAGES,
+    AdvantageEstimator,
     AdvantageInputs,
     gae,
     generalized_advantages,
@@ -155,6 +156,21 @@ def test_missing_inputs_are_named(name, field):
 def test_vectorized_names_are_aliases():
     assert ADVANTAGES["grpo_vectorized"] is ADVANTAGES["grpo"]
     assert ADVANTAGES["rloo_vectorized"] is ADVANTAGES["rloo"]
+
+
+@pytest.mark.parametrize("reads_packed", [True, False])
+def test_an_estimator_may_overwrite_padded_tensors_only(reads_packed):
+    def doubled(inputs):
+        return inputs.token_level_rewards.mul_(2), inputs.token_level_rewards
+
+    rewards = torch.tensor([1.0, 2.0, 3.0])
+    inputs = AdvantageInputs(rewards, torch.ones(3, dtype=torch.bool), lengths=torch.tensor([1, 2]))
+    estimate = AdvantageEstimator("mine", doubled, reads_packed=reads_packed)
+    if reads_packed:
+        with pytest.raises(ValueError, match=r"'mine' changes \['token_level_rewards'\]"):
+            estimate(inputs)
+    else:
+        assert estimate(inputs)[0].tolist() == [2.0, 4.0, 6.0] and rewards.tolist() == [1.0, 2.0, 3.0]
 
 
 def test_user_estimator(tmp_path):

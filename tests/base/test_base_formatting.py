@@ -12,7 +12,6 @@ from megarl.base.formatting import (
     gigabytes,
     metric_count,
     rough,
-    seconds_digits,
     table_lines,
 )
 
@@ -42,7 +41,6 @@ def test_durations() -> None:
 def test_sizes_counts_and_seconds() -> None:
     assert [gigabytes(nbytes) for nbytes in (3.1e6, 12.44e9)] == ["3.1 MB", "12.4 GB"]
     assert [metric_count(number) for number in (12, 1500, 494e6, 2.27e9)] == ["12", "1.5 K", "494 M", "2.27 B"]
-    assert [seconds_digits(seconds) for seconds in (1.234, 12.34, 1234.5)] == ["1.23", "12.3", "1,234"]
 
 
 def test_estimates_have_two_digits() -> None:

@@ -10,12 +10,12 @@ from pathlib import Path
 import numpy as np
 import pytest
 from aiohttp import web
+from prepare_data import file_entries
 
 from megarl.agents.retrieval_client import RetrievalClient, RetrievalError, RetrievalOptions
 from megarl.agents.tools.calling import hermes_calls, llama3_calls
 from megarl.base.errors import DataError, MegarlError
 from megarl.base.json_text import parse_json, parse_json_prefix
-from megarl.data.prepare import file_entries
 from megarl.data.rollout_dump import RolloutDump
 from megarl.data.rows.columnar import saved_dataset_files
 from megarl.data.rows.json_lines import json_source

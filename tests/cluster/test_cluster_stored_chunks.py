@@ -12,7 +12,7 @@ from support.waits import wait_until
 from megarl.base.errors import WorkerError
 from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
 from megarl.cluster.stored_chunks import RunValues, StoredChunk
-from megarl.data import DataProto, stored_column
+from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
 from megarl.data.remote import RemoteValues, RowPlaces
 from megarl.models import ParallelLayout
@@ -63,7 +63,7 @@ def rows_of(batch, name="values"):
 
 
 def is_remote(batch, name):
-    return isinstance(batch.tensors.stored[name].current().values, RemoteValues)
+    return isinstance(batch.tensors.stored[name].values, RemoteValues)
 
 
 def store_bytes():
@@ -75,34 +75,22 @@ def store_bytes():
 def test_results_stay_in_the_store_until_they_are_read(group):
     batch = samples([4, 1, 7, 2, 5])
     batch = batch.union(group.add_up(batch))
-    assert is_remote(batch, "values") and batch.tensors.stored["values"]._fetched is None
-    assert batch.widths == (3, 7) and batch.tensors.shapes()["values"].shape == (5, 7)
+    assert is_remote(batch, "values")
+    assert batch.widths == (3, 7) and batch.tensors.shapes["values"].shape == (5, 7)
     assert rows_of(batch) == sums_of(batch)
     assert batch.batch["values"][1].tolist() == [*sums_of(batch)[1], 0, 0, 0, 0, 0, 0]
 
 
 def test_rows_move_without_their_values(group, writes):
-    batch = samples([4, 1, 7, 2, 5, 3])
+    batch = group.store("add_up", samples([4, 1, 7, 2, 5, 3]))
     batch = batch.union(group.add_up(batch))
     assert sum(writes) == 6 * 3 + 22, "the driver has written each token once"
     moved = DataProto.concat([batch.reorder([5, 0, 3, 1, 4, 2]), batch.repeat(2)[[1, 0, 9]]])
     again = moved.select(["prompts", "responses", "attention_mask"]).union(group.add_up(moved))
     assert sum(writes) == 6 * 3 + 22, "the second call has sent references only"
     assert all(is_remote(moved, name) for name in ("prompts", "responses", "values"))
-    assert moved.tensors.stored["values"]._fetched is None
     assert rows_of(again) == [[2 * value for value in row] for row in sums_of(moved)]
     assert rows_of(again)[0] == [2 * value for value in sums_of(batch)[5]]
-
-
-def test_fetched_values_are_dropped_with_views(group, monkeypatch):
-    monkeypatch.setattr(stored_column, "VIEWS", stored_column.ViewCache(0))
-    batch = samples([4, 1, 7])
-    batch = batch.union(group.add_up(batch))
-    expected = sums_of(batch)
-    for _ in range(2):
-        assert rows_of(batch) == expected
-        batch.tensors["responses"]
-        assert batch.tensors.stored["values"]._fetched is None
 
 
 def test_values_outlive_the_process_that_computed_them(pool):
@@ -157,7 +145,7 @@ def test_row_functions_run_on_the_owners_of_rows(group):
     columns, facts = group.row_map("add_up")(plain_workers.squares_of_rows, READ, batch, 0.5)
     assert {pid for pid, _ in facts} == {group.processes[0].pid, group.processes[2].pid}
     assert sorted(rows for _, rows in facts) == sorted(map(len, group.partition("add_up", batch).rows))
-    assert is_remote(columns, "returns") and columns.tensors.stored["returns"]._fetched is None
+    assert is_remote(columns, "returns")
     expected = [row.float() ** 2 * 0.5 for row in batch.unpadded("responses")]
     torch.testing.assert_close(columns.tensors["sums"], torch.stack([row.sum() for row in expected]))
     assert rows_of(batch.with_columns(columns.select(["returns"]).tensors), "returns") == [
@@ -197,7 +185,7 @@ def test_a_failing_row_function_is_named(pool):
 
 def test_ray_keeps_no_reference_of_a_call(group):
     batch = samples([30_000, 5])
-    ref = group.add_up(batch).tensors.stored["values"].current().values.places.chunks[0].ref
+    ref = group.add_up(batch).tensors.stored["values"].values.places.chunks[0].ref
     name = ref.hex().encode()
     assert name in global_worker.core_worker.get_all_reference_counts()
     del ref

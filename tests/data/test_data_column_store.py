@@ -16,7 +16,6 @@ from megarl.data import (
     pad_left,
     pad_right,
     sequence_lengths,
-    stored_column,
     token_counts,
 )
 from megarl.data.column_store import ragged_columns
@@ -113,14 +112,16 @@ def test_parts_without_an_attention_mask_or_tensors():
     batch = DataProto.from_dict({"values": torch.rand(3, 4)}, {"name": ["a", "b", "c"]}, {"step": 1})
     assert_equal(sent(batch.parts([[2, 0]])[0]), batch[[2, 0]])
     (part,) = DataProto.from_dict(None, {"name": ["a", "b"]}).parts([[1]])
-    assert sent(part).non_tensor_batch["name"].tolist() == ["b"] and part.batch is None
+    assert sent(part).non_tensor_batch["name"].tolist() == ["b"] and not part.tensors
     with pytest.raises(IndexError, match="outside a batch of 3"):
         batch.parts([[3]])
 
 
 def test_a_part_with_several_paddings_is_rejected():
     batch = batch_of([1, 1, 1], [1, 3, 1])
-    batch.tensors["old_log_probs"][2, 1:] = torch.tensor([1.0, 2.0])
+    values = batch.padded("old_log_probs")
+    values[2, 1:] = torch.tensor([1.0, 2.0])
+    batch = batch.with_columns({"old_log_probs": values})
     with raises("batch.values-in-padding", "'old_log_probs'", "row 2"):
         batch.parts([[0, 1]])
 
@@ -165,7 +166,7 @@ def test_columns_of_samples_have_no_padded_tensors():
     })  # fmt: skip
     assert [part.tolist() for part in sequence_lengths(batch)] == [[2, 1], [1, 3]]
     assert token_counts(batch) == [3, 4] and batch.widths == (2, 3)
-    assert all(column._view is None for column in batch.tensors.stored.values())
+    assert batch.tensors.ragged.keys() == batch.tensors.keys()
     assert_equal(sent(batch), expected)
     assert_equal(batch, expected)
 
@@ -196,36 +197,26 @@ def test_values_at_the_ends_of_rows_take_one_number_per_row():
         assert_equal(first, second)
 
 
-def test_changes_in_place_of_a_padded_tensor_are_kept(monkeypatch):
-    """Before and after the batch was split, and if the tensor's memory was freed in between."""
-    monkeypatch.setattr(stored_column, "VIEWS", stored_column.ViewCache(0))
-    batch = sent(batch_of([2, 1], [3, 1]))
-    mask = batch.tensors["response_mask"]
-    mask[0] = 0
-    assert sent(batch).tensors["response_mask"].tolist() == [[0, 0, 0], [1, 0, 0]]
-    (part,) = batch.parts([[1, 0]])
-    assert part.tensors["response_mask"].tolist() == [[1, 0, 0], [0, 0, 0]]
-    assert batch.tensors["old_log_probs"] is not None  # frees the view of the mask, which the test still holds
-    mask[1] = 0
-    assert batch.tensors["response_mask"] is mask and not sent(batch).tensors["response_mask"].any()
-    attention = batch.tensors["attention_mask"]
-    attention[0, 4] = 0
-    assert token_counts(batch) == [4, 2] and token_counts(sent(batch)) == [4, 2]
+@pytest.mark.parametrize("change", [lambda batch: batch, sent, lambda batch: batch.parts([[0, 1]])[0]])
+def test_a_padded_tensor_is_a_copy(change):
+    batch = change(batch_of([2, 1], [3, 1]).with_columns({"rm_scores": torch.tensor([1.0, 2.0])}))
+    for name in batch.tensors:
+        before = batch.padded(name)
+        batch.padded(name).zero_()
+        batch.batch[name].zero_()
+        assert torch.equal(batch.tensors[name], before) and torch.equal(sent(batch).padded(name), before), name
+    with raises("batch.missing-column", "'response'", "did you mean 'responses'?"):
+        batch.padded("response")
+    with raises("batch.read-only", "'rm_scores'", "with_columns"):
+        batch.batch["rm_scores"] = torch.zeros(2)
 
 
-def test_padded_tensors_are_freed_beyond_the_limit(monkeypatch):
-    cache = stored_column.ViewCache(3 * 8 * 100)
-    monkeypatch.setattr(stored_column, "VIEWS", cache)
-    batch = sent(batch_of([1], [99]))
-    first = id(batch.tensors["responses"])
-    assert id(batch.tensors["responses"]) == first and cache._bytes == 8 * 99
-    for name in ("response_mask", "attention_mask", "prompts", "old_log_probs"):
-        assert batch.tensors[name].dim() == 2
-    assert cache._bytes <= cache.limit
-    assert batch.tensors.stored["responses"]._view is None
-    assert batch.tensors["responses"].shape == (1, 99)
-    del batch
-    assert cache._bytes == 0 and not cache._entries
+def test_reading_and_splitting_does_not_change_the_columns():
+    batch = batch_of([2, 1], [3, 1])
+    for whole in (batch, sent(batch)):
+        stored = dict(whole.tensors.stored)
+        assert dict(whole.batch) and len(whole.parts([[1], [0]])) == 2 and pickle.dumps(whole)
+        assert all(whole.tensors.stored[name] is column for name, column in stored.items())
 
 
 def test_rows_without_padding_need_an_attention_mask():
@@ -278,13 +269,13 @@ def test_batches_without_tensors():
         DataProto.from_dict({"a": torch.zeros(2)}, {"x": [1, 2]}),
     )
     only_objects = sent(DataProto.from_dict(None, {"x": [1, None]}, {"a": 1}))
-    assert only_objects.batch is None
+    assert not only_objects.batch
     assert only_objects.non_tensor_batch["x"].tolist() == [1, None]
 
 
 def test_attention_mask_values_other_than_one_survive():
     batch = batch_of([2], [2])
-    batch.batch["attention_mask"] = torch.tensor([[2, 1, 1, 3]])
+    batch = batch.with_columns({"attention_mask": torch.tensor([[2, 1, 1, 3]])})
     assert_equal(sent(batch), batch)
 
 
@@ -296,14 +287,16 @@ def test_empty_batch_keeps_its_columns():
 @pytest.mark.parametrize("mask", [[1, 0, 1, 1, 0], [0, 1, 1, 0, 1], [1, 1, 0, 1, 0]])
 def test_mask_with_holes_is_rejected(mask):
     batch = batch_of([3, 3], [2, 2])
-    batch.batch["attention_mask"] = torch.tensor([[1] * 5, mask])
+    batch = batch.with_columns({"attention_mask": torch.tensor([[1] * 5, mask])})
     with raises("batch.mask-holes", "'attention_mask'", "row 1"):
         pickle.dumps(batch)
 
 
 def test_values_in_the_padding_are_an_error():
     batch = batch_of([3, 3], [2, 4])
-    batch.batch["old_log_probs"][0, 3] = -1.0
+    values = batch.padded("old_log_probs")
+    values[0, 3] = -1.0
+    batch = batch.with_columns({"old_log_probs": values})
     with raises("batch.values-in-padding", "'old_log_probs'", "row 0"):
         pickle.dumps(batch)
 
@@ -334,8 +327,8 @@ def test_read_only_buffers_are_copied():
     batch = DataProto.from_dict({"x": torch.arange(4.0)})
     payload = pickle.dumps(batch, protocol=5, buffer_callback=buffers.append)
     restored = pickle.loads(payload, buffers=[bytes(buffer) for buffer in buffers])
-    restored.batch["x"] += 1
-    assert restored.batch["x"].tolist() == [1, 2, 3, 4]
+    assert restored.padded("x").add_(1).tolist() == [1, 2, 3, 4]
+    assert restored.padded("x").tolist() == [0, 1, 2, 3]
 
 
 def test_packed_tokens_of_read_only_buffers_are_copied_when_they_are_read():
@@ -344,9 +337,8 @@ def test_packed_tokens_of_read_only_buffers_are_copied_when_they_are_read():
     payload = pickle.dumps(DataProto(ragged_columns(rows, {})), protocol=5, buffer_callback=buffers.append)
     shared = [bytes(buffer) for buffer in buffers]
     restored = pickle.loads(payload, buffers=shared)
-    restored.packed("rollout_log_probs").mul_(2)
-    assert restored.packed("rollout_log_probs").tolist() == [-2, -4, -6]
-    assert restored.tensors["rollout_log_probs"].tolist() == [[-2, -4], [-6, 0]]
+    assert restored.packed("rollout_log_probs").mul_(2).tolist() == [-2, -4, -6]
+    assert restored.padded("rollout_log_probs").tolist() == [[-1, -2], [-3, 0]]
     assert pickle.loads(payload, buffers=shared).packed("rollout_log_probs").tolist() == [-1, -2, -3]
 
 

@@ -2,12 +2,13 @@
 
 import json
 
+import prepare_data
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
+from prepare_data import boxed_ground_truth, main
 
-from megarl.data import check_files, prepare
-from megarl.data.prepare import boxed_ground_truth, main
+from megarl.data import check_files
 from megarl.data.rows import RLHF_COLUMNS
 
 GSM8K = [
@@ -153,10 +154,10 @@ def test_download_only_on_request(run, tmp_path, monkeypatch):
     status, _, complaint = run("math", "--download")
     assert status == 2 and "[data.no-download]" in complaint
     served = lines(tmp_path / "train.jsonl", GSM8K)
-    monkeypatch.setitem(prepare.ORIGINS["gsm8k"].urls, "train", served.as_uri())
+    monkeypatch.setitem(prepare_data.ORIGINS["gsm8k"].urls, "train", served.as_uri())
     status, rows, _ = run("gsm8k", "--test", served, "--download")
     assert status == 0 and len(rows["train"]) == len(rows["test"]) == 2
     assert (tmp_path / "out/original/train.jsonl").read_text(encoding="utf-8") == served.read_text(encoding="utf-8")
-    monkeypatch.setitem(prepare.ORIGINS["gsm8k"].urls, "test", (tmp_path / "nowhere.jsonl").as_uri())
+    monkeypatch.setitem(prepare_data.ORIGINS["gsm8k"].urls, "test", (tmp_path / "nowhere.jsonl").as_uri())
     status, _, complaint = run("gsm8k", "--download")
     assert status == 2 and "[data.download-failed]" in complaint and "--test" in complaint

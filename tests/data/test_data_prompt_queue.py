@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 import torch
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from support.expected_errors import raises
 
@@ -38,6 +38,7 @@ def in_order(count: int) -> list[int]:
 
 @settings(max_examples=30)
 @given(PORTIONS, st.integers(0, 7))
+@example([1, 1, 1, 4, 1], 4)  # the restart is within the last batch of an epoch
 def test_take_returns_rows_in_order_after_a_restart(portions: Sequence[int], stop: int) -> None:
     queue, found = PromptQueue(loader()), []
     for number, count in enumerate(portions):

@@ -6,6 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.expected_errors import raises
+from tensordict import TensorDict
 
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 
@@ -72,6 +73,12 @@ def test_nested_lists_stay_one_value_per_row():
     assert batch.non_tensor_batch["raw_prompt"].shape == (2,)
     assert batch.non_tensor_batch["raw_prompt"][1] == [3, 4]
     assert type(batch.non_tensor_batch["n"][0]) is int
+
+
+def test_a_tensordict_of_verl_is_a_batch():
+    batch = DataProto(TensorDict({"responses": torch.tensor([[1, 2], [3, 0]])}, batch_size=[2]))
+    assert len(batch) == 2 and batch.batch["responses"].tolist() == [[1, 2], [3, 0]]
+    assert len(DataProto(TensorDict({}, batch_size=[0]))) == 0
 
 
 def test_batch_of_objects_only():

@@ -50,11 +50,7 @@ def reading() -> Iterator[None]:
 
 def on_workers(batch: DataProto, plan: Rows) -> DataProto:
     """Return a batch whose token values are in one chunk per part, and not in the driver."""
-    write_values(batch, plan, WorkerChunk)
-    columns: Any = batch.tensors
-    for column in columns.stored.values():
-        column.drop_view()
-    return batch
+    return write_values(batch, plan, WorkerChunk)
 
 
 def values_of(batch: DataProto, name: str) -> np.ndarray:

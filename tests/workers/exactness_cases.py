@@ -147,7 +147,7 @@ class Subject:
         pair = (None, model) if self.is_critic else (model, None)
         self.batch = DataProto.concat([training_batch(*pair, seed=seed) for seed in range(STEPS)])
         if kind == "sft":
-            answer_greedily(model, self.batch, (1, 4, MINI_BATCH_ROWS + 3))
+            self.batch = answer_greedily(model, self.batch, (1, 4, MINI_BATCH_ROWS + 3))
         self._known: dict[str, Study] = {}
 
     def reference(self, mode: str) -> Study:
@@ -167,14 +167,16 @@ class Subject:
         return Study(trained.metrics, grads, on_disk(carrier, trained.weights))
 
 
-def answer_greedily(model: Any, batch: DataProto, rows: tuple[int, ...]) -> None:
-    """Replace the responses of ``rows`` by greedy decoding, in place."""
+def answer_greedily(model: Any, batch: DataProto, rows: tuple[int, ...]) -> DataProto:
+    """Return the batch with responses of ``rows`` by greedy decoding."""
+    responses = batch.padded("responses")
     for number in rows:
         row = rows_of(batch)[number]
         for index in range(len(row.response)):
             with torch.no_grad():
                 logits = model(torch.cat([row.prompt, row.response[:index]])[None]).logits[0, -1]
-            row.response[index] = batch.tensors["responses"][number, index] = logits.argmax()
+            row.response[index] = responses[number, index] = logits.argmax()
+    return batch.with_columns({"responses": responses})
 
 
 @torch.no_grad()

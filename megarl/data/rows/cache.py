@@ -35,8 +35,6 @@ class Cache:
         Args:
             name: readable prefix of the file name; older entries with the same name are removed.
             content: fingerprint of the entry's inputs.
-            suffix: suffix of the file name.
-            write: writes the entry to a path.
 
         Raises:
             DataError: the folder cannot be written.

@@ -26,14 +26,7 @@ _BATCH_ROWS = 1024  # a row is read from its batch without the others; larger ba
 
 
 class ColumnarSource:
-    """Rows of one file, in record batches.
-
-    Args:
-        path: file or folder, for messages.
-        schema: Arrow schema of the batches.
-        batches: record batches, in memory or mapped.
-        identity: fingerprint of the content.
-    """
+    """Rows of one file, in record batches."""
 
     def __init__(self, path: str, schema: pa.Schema, batches: list[pa.RecordBatch], identity: str) -> None:
         self.path = path

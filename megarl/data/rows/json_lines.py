@@ -38,8 +38,6 @@ class JsonLinesSource:
     """Rows of one file of JSON lines.
 
     Args:
-        path: file.
-        index: its line index.
         cache: remembers successful checks; None = no cache.
     """
 

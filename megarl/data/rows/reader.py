@@ -99,12 +99,9 @@ def check_files(
     """Check data files at the start of a run: schema and row count, and for JSON the first rows.
 
     Args:
-        files: paths or patterns.
-        required_columns: columns that each file must have.
         field: configuration key of the files, for messages.
         prompt_key: column that must contain chat messages, if any.
         text_columns: columns that must contain strings or messages.
-        source_key: the required column with the name of the data source.
 
     Returns:
         Number of rows of all files.
@@ -149,7 +146,6 @@ class Rows:
     Args:
         files: paths or patterns, in order: parquet, JSON lines (``.jsonl``, ``.json``), or folders of
             ``datasets.save_to_disk``.
-        prompt_key: column of the chat messages.
         required: other columns that must exist without nulls.
         text_columns: columns that must exist without nulls and contain strings or messages.
         optional: columns of every row, None if the file does not have them.
@@ -157,9 +153,7 @@ class Rows:
         cache_dir: folder for converted files, see :class:`megarl.data.rows.cache.Cache`.
 
     Attributes:
-        files: the expanded paths.
         columns: names of the columns of all files, and the optional columns.
-        cache: the cache folder.
 
     Raises:
         DataError: a file or column is missing or malformed, a value is null, a prompt has no message, or there are no
@@ -187,7 +181,9 @@ class Rows:
             raise DataError(f"there is no row in {', '.join(self.files) or '[]'}", code="data.no-rows")
 
     def _open(self) -> None:
-        small = _total_bytes(self.files) <= SMALL_BYTES
+        plain = [path for path in self.files if not Path(path).is_dir()]  # folders are always memory-mapped
+        sizes = (Path(path).stat().st_size if path.endswith(_JSON) else parquet_bytes(path) for path in plain)
+        small = sum(sizes) <= SMALL_BYTES
         self._sources = [_source(path, None if small else self.cache) for path in self.files]
         self._ends = list(accumulate(map(len, self._sources)))
         names = (name for source in self._sources for name in source.columns)
@@ -262,9 +258,3 @@ def _source(path: str, cache: Cache | None) -> RowSource:
     if Path(path).is_dir():
         return saved_dataset_source(path)
     return json_source(path, cache) if path.endswith(_JSON) else parquet_source(path, cache)
-
-
-def _total_bytes(files: Sequence[str]) -> int:
-    """Approximate bytes of all rows in memory; folders count 0, because they are always memory-mapped."""
-    plain = (path for path in files if not Path(path).is_dir())
-    return sum(Path(path).stat().st_size if path.endswith(_JSON) else parquet_bytes(path) for path in plain)

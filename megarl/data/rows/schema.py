@@ -86,10 +86,7 @@ def check_batch(path: str, batch: pa.RecordBatch, first: int, expected: RowSchem
     """Check rows of a columnar file for null values, and for prompts without messages, roles or contents.
 
     Args:
-        path: path of the file.
-        batch: rows of the file, with checked types.
         first: number of the batch's first row in the file.
-        expected: the row schema.
 
     Raises:
         DataError: a value is missing; names the file, the column and the row.
@@ -173,7 +170,6 @@ def messages_problem(value: Any, empty: bool = False) -> DataError | None:
     """Return the problem of a value that must be chat messages; None for valid messages.
 
     Args:
-        value: the value.
         empty: whether there may be no message.
     """
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):

@@ -197,8 +197,8 @@ class TrainDryRun(DryRun):
         tokenizer, row = self._needed(self._tokenizer, "tokenizer"), self._needed(self._first_batch, "data")[:1]
         ids = tokenizer.encode(answer, add_special_tokens=False) or [tokenizer.eos_token_id]
         responses = torch.tensor([ids])
-        mask = torch.cat([row.tensors["attention_mask"], torch.ones_like(responses)], 1)
-        tensors = {"prompts": row.tensors["prompts"], "responses": responses, "attention_mask": mask}
+        mask = torch.cat([row.padded("attention_mask"), torch.ones_like(responses)], 1)
+        tensors = {"prompts": row.padded("prompts"), "responses": responses, "attention_mask": mask}
         return DataProto.from_dict(tensors, {**row.non_tensor_batch, "uid": np.array(["0"], dtype=object)})
 
 

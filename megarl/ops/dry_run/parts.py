@@ -255,7 +255,7 @@ class DryRun(ABC):
         yield ", ".join(self.config.trainer.logger) or "none"
 
     def _lengths(self, batch: DataProto) -> str:
-        lengths = batch.tensors["attention_mask"].sum(-1)
+        lengths = batch.padded("attention_mask").sum(-1)
         low, mean, high = int(lengths.min()), float(lengths.float().mean()), int(lengths.max())
         return f"{len(batch)} {self.rows} of {low} to {high} tokens, {mean:.0f} on average"
 

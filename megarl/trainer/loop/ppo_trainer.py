@@ -19,7 +19,7 @@ from megarl.samples.selection import join
 from megarl.samples.service import SampleService
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
-from megarl.trainer.phases.model_passes import ModelPass
+from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass
 from megarl.trainer.phases.reference_phase import BatchPhase
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
@@ -121,8 +121,9 @@ class PPOTrainer:
             with self.phase("step"), contextlib.closing(self.batches(step)) as batches:
                 # 1. Rollout replicas generate (gen); reward processes and the reward model score (reward).
                 for batch, metrics in batches:
-                    # 2. Driver: order the rows so that all mini-batches have equal work.
+                    # 2. Driver: order the rows so that all mini-batches have equal work; tokens go to the object store.
                     batch = self.balance(batch)
+                    batch = self.roles.actor.store(ROW_VERB, batch)
                     # 3. Actor, reference, teacher and critic workers: old_log_prob, ref, teacher and values.
                     for passes in phases.passes:
                         for columns in self.run_passes(passes, batch, step, metrics):

@@ -125,7 +125,7 @@ class AlignmentPhase:
         return self.reference.compute_ref_representations(padded).unpad(added).tensors["representations"]
 
     def _ground_truths(self, batch: DataProto) -> GroundTruths:
-        prompts, models = batch.tensors["prompts"], batch.non_tensor_batch["reward_model"]
+        prompts, models = batch.padded("prompts"), batch.non_tensor_batch["reward_model"]
         prompt_lengths = sequence_lengths(batch)[0].tolist()
         numbers, enough = dict[tuple[bytes, str], int](), measured_tokens(self.max_response_length)
         of_row, first, tokens, num_truncated = np.full(len(batch), -1), [], [], 0
@@ -148,8 +148,8 @@ class AlignmentPhase:
         columns = {
             "prompts": prompts[first],
             "responses": pad_right(tokens),
-            "attention_mask": mask.to(batch.tensors["attention_mask"].dtype),
-            "response_mask": mask[:, prompts.shape[1] :].to(batch.tensors["response_mask"].dtype),
+            "attention_mask": mask.to(batch.tensors.shapes["attention_mask"].dtype),
+            "response_mask": mask[:, prompts.shape[1] :].to(batch.tensors.shapes["response_mask"].dtype),
         }
         return GroundTruths(DataProto.from_dict(columns), of_row, num_truncated)
 

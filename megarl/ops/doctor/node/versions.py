@@ -33,7 +33,6 @@ PACKAGES = (
     "transformers",
     "tokenizers",
     "safetensors",
-    "tensordict",
     "numpy",
     "hydra-core",
     "omegaconf",
