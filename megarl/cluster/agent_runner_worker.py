@@ -47,7 +47,6 @@ class AgentRunnerWorker:
     """An agent runner as a worker; see :class:`megarl.agents.runner.AgentRunner`.
 
     Args:
-        token: bearer token of the chat endpoint.
         environment: of the driver, for reward functions.
     """
 

@@ -55,11 +55,7 @@ class _Runner:
     """A runner process between opening and closing.
 
     Attributes:
-        client: its name at the replicas.
-        running: its unfinished samples.
         calls: calls whose success has not been checked.
-        report: the report in progress, and the time of its request.
-        progress: generated turns and scored samples.
     """
 
     handle: RankHandle

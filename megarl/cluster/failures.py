@@ -42,11 +42,7 @@ class WorkerFailed(WorkerError):
 
 
 class WorkerSilent(WorkerError):
-    """Workers did not respond in time.
-
-    Attributes:
-        late: role and rank of each.
-    """
+    """Workers did not respond in time."""
 
     def __init__(self, message: str, late: Sequence[tuple[str, int]]) -> None:
         super().__init__(message, code="worker.no-answer")
@@ -58,8 +54,6 @@ class WorkerCall:
     """One call on one process.
 
     Attributes:
-        ref: Ray reference to the result.
-        phase: phase of the run, from the verb's mark.
         info: the process; None before it has described itself.
     """
 
@@ -75,9 +69,6 @@ def gather(
     calls: Sequence[WorkerCall], timeout_s: float | None = None, on_result: Callable[[WorkerCall], None] | None = None
 ) -> list[Any]:
     """Return the results of all calls, in order; raises as soon as one fails, even while the others hang.
-
-    Args:
-        on_result: called for each call that has returned.
 
     Raises:
         WorkerFailed: a worker raised or died; a death takes precedence over the errors that it caused elsewhere.

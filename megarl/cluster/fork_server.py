@@ -86,9 +86,9 @@ _RAYLET = "RAY_RAYLET_PID"
 _LOG_BYTES = 2000
 _PAUSE_S = 0.5
 _address: str | None = None
-_SEND_S = 60.0
-"""Seconds for a client to send its request."""
-_STREAMS, _PART_BYTES, _LARGEST_REQUEST = 3, 1 << 16, 1 << 24
+_SEND_S = 10.0
+"""Seconds for a client to send its request; meanwhile others wait."""
+_STREAMS, _LARGEST_REQUEST = 3, 1 << 24
 logger = logging.getLogger(__name__)
 
 
@@ -131,9 +131,6 @@ class ForkServer:
 @contextlib.contextmanager
 def fork_server(enabled: bool = True) -> Iterator[None]:
     """Fork the CPU workers that are started in this block, if Ray is started locally too (see :data:`ENVIRONMENT`).
-
-    Args:
-        enabled: False: the block does nothing.
 
     Raises:
         ConfigError: the variable names a socket that does not exist.
@@ -180,44 +177,11 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
     selector.register(sys.stdin, selectors.EVENT_READ)
     selector.register(listener, selectors.EVENT_READ)
     server = _Server(listener, selector)
-    while sys.stdin not in (ready := [key.fileobj for key, _ in selector.select(server.wait_s())]):
+    while sys.stdin not in (ready := [key.fileobj for key, _ in selector.select()]):
         if run := server.serve(ready):
             run()
             return
     _delete_folder(listener)  # the driver ended without closing the server
-
-
-class _Client:
-    """A client that sends its request; the server reads what has arrived and waits for no client."""
-
-    def __init__(self, connection: socket.socket) -> None:
-        connection.setblocking(False)
-        self.connection, self.deadline = connection, time.monotonic() + _SEND_S
-        self.descriptors: list[int] = []
-        self._data = bytearray()
-
-    def read(self) -> dict[str, Any] | None:
-        """Return the request, or None while a part of it is missing.
-
-        Raises:
-            OSError: the client is gone.
-            ValueError: this is no request.
-        """
-        part, descriptors, _, _ = socket.recv_fds(self.connection, _PART_BYTES, _STREAMS)
-        self.descriptors += descriptors
-        self._data += part
-        size, received = int.from_bytes(self._data[: ray_programs.HEADER_BYTES], "big"), len(self._data)
-        if not part or size > _LARGEST_REQUEST or len(self.descriptors) != _STREAMS:
-            raise ValueError(f"a client sent {received} bytes of {size} and {len(self.descriptors)} descriptors")
-        if received < ray_programs.HEADER_BYTES + max(size, 1):
-            return None
-        return _checked(parse_json(self._data[ray_programs.HEADER_BYTES :]))
-
-    def close(self) -> None:
-        """Close the connection and the received descriptors."""
-        self.connection.close()
-        for descriptor in self.descriptors:
-            os.close(descriptor)
 
 
 def _checked(request: Any) -> dict[str, Any]:
@@ -234,17 +198,11 @@ def _checked(request: Any) -> dict[str, Any]:
 
 
 class _Server:
-    """The state of the server: its clients, and channels to the second processes, by environment."""
+    """The state of the server: channels to the second processes, by environment."""
 
     def __init__(self, listener: socket.socket, selector: selectors.BaseSelector) -> None:
         self.listener, self.selector, self.pid = listener, selector, os.getpid()
-        self.clients: dict[socket.socket, _Client] = {}
         self.nodes: dict[str, socket.socket] = {}
-
-    def wait_s(self) -> float | None:
-        """Return the seconds until a client must have sent its request; None = no client is sending."""
-        deadlines = [client.deadline for client in self.clients.values()]
-        return max(0.0, min(deadlines) - time.monotonic()) if deadlines else None
 
     def serve(self, ready: Sequence[Any]) -> Callable[[], None] | None:
         """Serve the ready sockets; in a fork, return what the fork runs."""
@@ -252,59 +210,56 @@ class _Server:
             if channel in ready:  # its process has ended with the node
                 self.selector.unregister(channel)
                 self.nodes.pop(name).close()
-        for client in list(self.clients.values()):
-            try:
-                request = client.read() if client.connection in ready else None
-                if request is None and time.monotonic() < client.deadline:
-                    continue
-            except BlockingIOError:
-                continue
-            except (OSError, ValueError) as error:
-                print(f"ignored: {error}", file=sys.stderr)
-                request = None
-            self.selector.unregister(client.connection)
-            del self.clients[client.connection]
-            if request is not None and (run := self._started(request, client)):
-                return run
-            client.close()
-        if self.listener in ready:
-            self._accept()
-        return None
+        return self._accept() if self.listener in ready else None
 
-    def _accept(self) -> None:
+    def _accept(self) -> Callable[[], None] | None:
         try:
-            client = _Client(self.listener.accept()[0])
+            client = self.listener.accept()[0]
         except OSError:  # no descriptor is left
             traceback.print_exc()
             time.sleep(_PAUSE_S)
-            return
-        self.clients[client.connection] = client
-        self.selector.register(client.connection, selectors.EVENT_READ)
+            return None
+        with client:
+            client.settimeout(_SEND_S)
+            body, streams = _receive(client, _STREAMS)
+            try:
+                run = self._started(_checked(parse_json(body)), streams, client)
+            except ValueError as error:
+                print(f"ignored: {error}", file=sys.stderr)
+                run = None
+        if run is None:
+            for stream in streams:
+                os.close(stream)
+        return run
 
-    def _is_fork(self, *more: socket.socket | _Client) -> bool | None:
-        return _is_fork([self.selector, self.listener, *self.clients.values(), *self.nodes.values(), *more])
+    def _is_fork(self, *more: socket.socket) -> bool | None:
+        return _is_fork([self.selector, self.listener, *self.nodes.values(), *more])
 
-    def _started(self, request: dict[str, Any], client: _Client) -> Callable[[], None] | None:
+    def _started(
+        self, request: dict[str, Any], streams: Sequence[int], client: socket.socket
+    ) -> Callable[[], None] | None:
         """Start a worker, or ask the second process of its node; returns what a fork runs.
 
         A client without an answer starts its worker by itself.
         """
-        streams, environment = client.descriptors, request["env"]
+        environment = request["env"]
         if _RAYLET not in environment:
-            forked = self._is_fork(client.connection)
+            forked = self._is_fork(client)
             if forked is False:
-                _answer(client.connection.fileno())
+                _answer(client.fileno())
             return (lambda: _run_script(request, streams, self.pid)) if forked else None
         name = json.dumps(environment, sort_keys=True)
         if name not in self.nodes:
             own, channel = socket.socketpair()
             if self._is_fork(client, own):
+                for stream in streams:
+                    os.close(stream)
                 return lambda: _serve_node(channel, environment, self.pid)
             channel.close()  # without a second process, the server notices that it has no other end
             self.nodes[name] = own
             self.selector.register(own, selectors.EVENT_READ)
         with contextlib.suppress(OSError):  # the second process has just ended
-            ray_programs.send_request(self.nodes[name], request, [*streams, client.connection.fileno()])
+            ray_programs.send_request(self.nodes[name], request, [*streams, client.fileno()])
         return None
 
 
@@ -329,9 +284,10 @@ def _serve_node(channel: socket.socket, environment: Mapping[str, str], server: 
     selector.register(channel, selectors.EVENT_READ)
     selector.register(raylet, selectors.EVENT_READ)
     while raylet not in [key.fileobj for key, _ in selector.select()]:
-        request, descriptors = _receive(channel, 4)
-        if not request:  # the server has ended
+        body, descriptors = _receive(channel, _STREAMS + 1)
+        if not body:  # the server has ended
             return
+        request = json.loads(body)
         *streams, client = descriptors
         forked = _is_fork([selector, channel], [raylet, client])
         if forked:
@@ -346,7 +302,7 @@ def _serve_node(channel: socket.socket, environment: Mapping[str, str], server: 
 
 
 def _is_fork(
-    inherited: Sequence[socket.socket | selectors.BaseSelector | _Client], descriptors: Sequence[int] = ()
+    inherited: Sequence[socket.socket | selectors.BaseSelector], descriptors: Sequence[int] = ()
 ) -> bool | None:
     """Fork this process; return True in the fork, which closes sockets and descriptors of this process.
 
@@ -366,7 +322,6 @@ def _is_fork(
 
 
 def _answer(connection: int) -> None:
-    """Tell a client that its worker has started."""
     with contextlib.suppress(OSError):  # it may have been killed
         os.write(connection, b"1")
 
@@ -386,13 +341,18 @@ def _delete_folder(listener: socket.socket) -> None:
     shutil.rmtree(Path(listener.getsockname()).parent, ignore_errors=True)
 
 
-def _receive(connection: socket.socket, descriptors: int) -> tuple[dict[str, Any], list[int]]:
-    """Read a request and its descriptors, first the three standard streams; it is empty if the sender is gone."""
-    header, received, _, _ = socket.recv_fds(connection, ray_programs.HEADER_BYTES, descriptors)
-    size, body = int.from_bytes(header, "big"), bytearray()
-    while len(body) < size and (part := connection.recv(size - len(body))):
-        body += part
-    return (json.loads(body) if size and len(received) == descriptors and len(body) == size else {}), received
+def _receive(connection: socket.socket, descriptors: int) -> tuple[bytes, list[int]]:
+    """Read a request and its descriptors, first the three standard streams.
+
+    The request is empty if the sender is gone or stands still, or if it sends something else.
+    """
+    body, size, received = bytearray(), 0, list[int]()
+    with contextlib.suppress(OSError):
+        header, received, _, _ = socket.recv_fds(connection, ray_programs.HEADER_BYTES, descriptors)
+        size = int.from_bytes(header, "big")
+        while len(body) < size <= _LARGEST_REQUEST and (part := connection.recv(size - len(body))):
+            body += part
+    return (bytes(body) if len(received) == descriptors and len(body) == size else b""), received
 
 
 def _run_script(request: dict[str, Any], streams: Sequence[int], server: int) -> None:

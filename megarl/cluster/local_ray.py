@@ -135,9 +135,6 @@ class RayWatch:
     """A thread that interrupts the main thread soon after the GCS or the raylet has died.
 
     Ray itself notices a dead raylet by errors of all workers, and for a dead GCS aborts this process after a minute.
-
-    Attributes:
-        finished: the work is complete.
     """
 
     def __init__(self, processes: Sequence[psutil.Process]) -> None:

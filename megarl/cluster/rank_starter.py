@@ -29,7 +29,6 @@ class StartingRank:
     """A process that starts and builds its worker.
 
     Attributes:
-        loaded: call that imports the worker's class.
         built: call that builds the worker; describes the process with its verbs.
     """
 

@@ -12,8 +12,10 @@ import contextlib
 import os
 import runpy
 import sys
+import tempfile
 from pathlib import Path
 
+from megarl.base.private_folder import private_folder
 from megarl.cluster import ray_programs
 from megarl.cluster.local_ray import light_programs
 
@@ -27,9 +29,10 @@ def main() -> None:
         sys.modules[name] = None  # type: ignore[assignment]  # an import then raises ModuleNotFoundError
     server = Path(os.environ.get(ray_programs.ADDRESS, ""))
     is_on_cpu = any(argument.startswith("--num-cpus=") for argument in sys.argv)  # see ``ray_start`` of the launcher
-    # A fork must not inherit the state of CUDA.
-    forks = light_programs(server.parent) if is_on_cpu and server.is_absolute() else contextlib.nullcontext()
-    with forks:
+    with contextlib.ExitStack() as stack:
+        if is_on_cpu and server.is_absolute():  # a fork must not inherit the state of CUDA
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-python-", dir=private_folder()))
+            stack.enter_context(light_programs(Path(folder)))
         runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
 
 

@@ -1,4 +1,4 @@
-"""Decides how a Python program of Ray starts: as a fork, as a light stand-in, not at all, or as Ray's own.
+"""Starts a Python program of Ray: as a fork, as a light stand-in, not at all, or as Ray does.
 
 Ray starts workers, agents and helpers by ``sys.executable PROGRAM ARGUMENT...``. While a local Ray or a node of a
 launched CPU cluster starts, ``sys.executable`` is a shell script that runs this program, see

@@ -152,7 +152,6 @@ def write_last_words(token_file: Path, sentence: str | None, files: Mapping[str,
 
 
 def _speak_last_words(token_file: Path) -> None:
-    """Print the last words of the driver, and write its files."""
     with contextlib.suppress(OSError):  # it died before its first step; a full disk, a closed terminal
         sentence, files = json.loads(token_file.with_name(_LAST_WORDS).read_text(encoding="utf-8"))
         print(sentence, file=sys.stderr, flush=True)

@@ -242,7 +242,6 @@ class PlacedPool:
 
 
 def _gpu_id() -> str:
-    """Id of the GPU that Ray assigned to the task."""
     (gpu,) = ray.get_runtime_context().get_accelerator_ids()["GPU"]
     return str(gpu)
 

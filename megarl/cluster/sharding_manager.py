@@ -275,13 +275,10 @@ class ShardingManager:
         return [pending.result(limit) for pending in [start() for start in starts]]
 
     def _from(self, verb: str, *args: Any, after_failure: bool = False) -> _Start:
-        """Return the start of a verb on all training ranks."""
         return partial(self._actor.submit_on, self._actor.ranks, verb, *args, after_failure=after_failure)
 
     def _to(self, ranks: Sequence[int], verb: str, *args: Any, after_failure: bool = False) -> _Start:
-        """Return the start of a verb on some replicas."""
         return partial(self._rollout.submit_on, ranks, verb, *args, after_failure=after_failure)
 
     def _sleepers(self, ranks: Sequence[int]) -> list[int]:
-        """Select the replicas that sleep and wake."""
         return [rank for rank in ranks if self.options.sleepers is None or rank in self.options.sleepers]

@@ -66,11 +66,7 @@ def encoded(chunk: Chunk) -> dict[str, RunValues | np.ndarray]:
 
 
 class StoredChunk(ChunkReference):
-    """A chunk in Ray's object store.
-
-    Args:
-        ref: reference to the object.
-    """
+    """A chunk in Ray's object store."""
 
     def __init__(self, ref: ray.ObjectRef) -> None:
         self.ref = ref

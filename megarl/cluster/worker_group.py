@@ -318,7 +318,6 @@ class WorkerGroup:
 
         Args:
             payloads: the call that produces the payloads, for all ``receivers``.
-            args: first arguments of the verb.
             receivers: ranks in the order of the destinations; None = all.
             places: the places in ``receivers`` of the ranks to start on; None = all.
 
@@ -406,12 +405,10 @@ class WorkerGroup:
     def _collect_rows(
         self, verb: str, partition: Partition, chunks: Sequence[ray.ObjectRef], results: Sequence[BusyResult]
     ) -> Any:
-        """Join the owners' results in the caller's row order, and add up the busy seconds."""
         self._note_busy(verb, [result.busy_s for result in results])
         return partition.collect([attached(results[owner].result, chunks[owner]) for owner in self._owners])
 
     def _note_busy(self, verb: str, seconds: Sequence[float | None]) -> None:
-        """Add the seconds of each DP rank's busiest process."""
         busiest = [0.0] * self.layout.dp
         for rank, busy in enumerate(seconds):
             if busy is None:

@@ -38,7 +38,6 @@ class WorkerInfo:
     """A started process, as it describes itself to the driver.
 
     Attributes:
-        node: Ray's id of the node.
         log: the process's log file on that node; empty if unknown.
     """
 
@@ -54,7 +53,6 @@ class RemoteFailure(Exception):
     """An exception of a worker, in a form that every process can unpickle; created with positional arguments.
 
     Attributes:
-        kind: class name of the exception.
         code: code of an error of megarl; empty = another exception.
         lost: whether the worker is unusable from now on.
         log: path of the worker's log file; empty if unknown.

@@ -27,7 +27,6 @@ class RolloutLayout(NamedTuple):
     Attributes:
         tp: ranks of one replica.
         ep: groups that divide the experts.
-        replicas: number of engines.
         vocab_multiple: the engine rounds the vocabulary up to a multiple of this number before it divides the rows.
     """
 
@@ -72,7 +71,6 @@ class ProcessLocation(NamedTuple):
     Attributes:
         node: equal for processes that can open each other's shared memory (same kernel and process namespace).
         device: ``cpu``, or the UUID of the GPU that the process computes on.
-        visible: UUIDs of all GPUs visible to the process.
     """
 
     node: str

@@ -125,15 +125,12 @@ class ReshardPlan:
         """
         part = slice(None) if wave is None else slice(wave.replicas.start, wave.replicas.stop)
         source, world = self.source[part], self.rollout.world_size
-        pair, at = np.unique(source.astype(np.int64) * world + self._destination()[part], return_inverse=True)
+        destination = np.arange(self.rollout.replicas)[:, None] * self.rollout.tp + self.table.target
+        pair, at = np.unique(source.astype(np.int64) * world + destination[part], return_inverse=True)
         nbytes = np.bincount(at.ravel(), np.broadcast_to(self.table.transfer_nbytes, source.shape).ravel())
         return pair // world, pair % world, nbytes.astype(np.int64)
 
-    def _destination(self) -> Numbers:
-        return np.arange(self.rollout.replicas)[:, None] * self.rollout.tp + self.table.target
-
     def _buckets_of(self, replicas: Numbers, transfers: Numbers) -> list[Bucket]:
-        """Return the buckets with these transfers only; both columns ascend."""
         return buckets_of(self, replicas, transfers, self.source[replicas, transfers], self.bucket[replicas, transfers])
 
 
@@ -143,8 +140,6 @@ class RankPlan:
 
     Attributes:
         rank: training rank if it ``sends``, else rollout rank.
-        sends: whether the rank is a sender.
-        table: the transfers of this rank only.
         replica: ``[entries]``, receiving replica.
         transfer: ``[entries]``, row number in the table.
         source: ``[entries]``, sending training rank.
@@ -185,8 +180,8 @@ class RankPlan:
 
     def _check(self, rank: int, sends: bool) -> None:
         if (rank, sends) != (self.rank, self.sends):
-            mine, requested = _rank_name(self.rank, self.sends), _rank_name(rank, sends)
-            raise ValueError(f"this is the plan of {mine}, not of {requested}")
+            names = {True: "training rank", False: "rollout rank"}
+            raise ValueError(f"this is the plan of {names[self.sends]} {self.rank}, not of {names[sends]} {rank}")
 
 
 def build_plan(
@@ -380,7 +375,3 @@ def _rank_plan(
         first_copy_rank=plan.first_copy_rank,
         float32_params=plan.float32_params,
     )
-
-
-def _rank_name(rank: int, sends: bool) -> str:
-    return f"{'training' if sends else 'rollout'} rank {rank}"

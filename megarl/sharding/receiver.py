@@ -36,7 +36,6 @@ class ReceiverSpec(NamedTuple):
     """Everything that an engine rank needs to receive weights; can be sent to its process.
 
     Attributes:
-        plan: the rank's part of the reshard plan.
         routes: locations of all ranks, and the transports between them.
         address: store of the process groups; None if no transport needs one.
         dtype: dtype of the sent weights, such as ``bfloat16``.
@@ -206,12 +205,7 @@ class ShardWeights:
 
 
 class BucketReceiver:
-    """The receiving side of one rollout rank.
-
-    Args:
-        plan: the whole plan, or the plan of this rank.
-        peers: transports from the training ranks.
-    """
+    """The receiving side of one rollout rank."""
 
     def __init__(
         self,

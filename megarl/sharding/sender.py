@@ -75,7 +75,6 @@ class BucketSender:
     """The sending side of one training rank; packs into one of two buffers while the receivers read the other.
 
     Args:
-        plan: the whole plan, or the plan of this rank.
         params: returns the parameters by their names in the weight map, on any device; called at each export.
         peers: transports to the rollout ranks; ``peers.open(session)`` begins a sync.
         dtype: dtype of the engines' weights, in which the weights are sent.
@@ -166,7 +165,6 @@ class BucketSender:
         return Message(self._rank, outgoing.dst_rank, handle)
 
     def _release(self, index: int) -> None:
-        """Free the buffers of a bucket that the receivers have read."""
         for message in self._exported[index]:
             self.peers.to(message.dst_rank).finish(message.handle)
         self._free_buffers(index)

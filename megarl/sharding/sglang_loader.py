@@ -163,11 +163,7 @@ _LOADER = RankLoader()
 
 
 def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) -> None:
-    """Run the engine's commands until it hangs up; see the module docstring.
-
-    Args:
-        named_tensors: address of the engine, with an empty tensor.
-    """
+    """Run the engine's commands until it hangs up; see the module docstring."""
     for text, _ in named_tensors:
         call = json.loads(text)
         host, port = call["address"]

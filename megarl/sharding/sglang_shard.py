@@ -47,7 +47,6 @@ class SGLangShard:
     SGLang's tensors are looked up at each use, because it may free or replace them between weight syncs.
 
     Attributes:
-        tp: ranks of the engine.
         quantized: the matrices of linear layers are in blockwise FP8.
     """
 
@@ -149,7 +148,6 @@ class SGLangShard:
         return shapes | {name + SCALES: list(scales_shape(tuple(shapes[name]))) for name in quantized}
 
     def _quantized(self, names: Iterable[str]) -> list[str]:
-        """Select the parameters of the weight map that are in FP8."""
         return list(filter(WeightMap(self.config).is_linear, names)) if self.quantized else []
 
     def _is_unused(self, name: str) -> bool:

@@ -140,7 +140,6 @@ def _overlaps(number: int, pattern: ShardPattern, limit: int) -> Iterator[Overla
 
 
 def _within(low: Index, piece: Piece) -> Index:
-    """Convert an offset in the Hugging Face tensor to an offset in the local tensor."""
     return tuple(a - b + c for a, b, c in zip(low, piece.start, piece.at, strict=True))
 
 

@@ -75,7 +75,6 @@ def _check_param(rank: int, param: LocalParam, written: list[Box]) -> None:
 
 
 def _count(boxes: Iterable[Box], edges: list[list[int]]) -> np.ndarray:
-    """Count the boxes that cover each cell of the grid."""
     counts = np.zeros([len(axis) - 1 for axis in edges], dtype=np.int32)
     position = [{edge: i for i, edge in enumerate(axis)} for axis in edges]
     for start, stop in boxes:
@@ -168,7 +167,6 @@ def compare_checksums(
 
     Args:
         trainer: checksums of ranks that together hold each element exactly once.
-        rollout: checksums of the compared replicas, by rank.
         replica_size: ranks of one replica; several of them may hold the same elements.
         numbers: numbers of the compared replicas; None = 0, 1, ...
 

@@ -162,7 +162,6 @@ class ActorWorker(PolicyWorker):
         self._teacher_heads = layers if offloads else [layer.to(self.runtime.device) for layer in layers]
 
     def _reference_model(self) -> AbstractContextManager[None]:
-        """Make the actor's model the reference within the context."""
         assert self._as_reference is not None, "checked in the configuration: the reference lives in the actor"
         return self._as_reference()
 

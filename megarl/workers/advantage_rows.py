@@ -47,7 +47,6 @@ class EstimateOptions:
 
     Attributes:
         norm_by_std: see :class:`megarl.algorithms.AdvantageInputs`.
-        step_advantage_w: weight of GiGPO's comparison of turns.
         similarity: least similarity of equal states, see :func:`megarl.algorithms.anchor_groups`.
         correction: rollout correction whose weights the estimator reads; None = none.
         mean_weight: divides these weights.

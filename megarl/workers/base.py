@@ -190,9 +190,7 @@ class MegatronWorker(SavingWorker):
         Args:
             batch: rows of this data-parallel rank, mini-batch after mini-batch, with ``response_mask``. All
                 mini-batches have the same number of rows unless ``meta_info`` has :data:`MINI_BATCH_SIZES`.
-            columns: response-aligned columns that the loss reads.
             loss: computes losses per token from the model's outputs and those columns, packed.
-            outputs: outputs of the model that the loss reads.
             extra_columns: computes further columns before each mini-batch's step; may communicate.
 
         Returns:
@@ -260,9 +258,6 @@ class MegatronWorker(SavingWorker):
         self, result: StepResult, rows: PackedRows, groups: Sequence[Sequence[int]], sequences_per_row: int = 1
     ) -> dict[str, float]:
         """Compute the metrics of an optimizer step; reports a skipped step.
-
-        Args:
-            sequences_per_row: packed sequences per row.
 
         Raises:
             SkippedStepsError: too many consecutive steps were skipped.

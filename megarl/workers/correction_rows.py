@@ -31,7 +31,6 @@ def token_weights_of(batch: DataProto, correction: Correction, mean: float = 1.0
 
     Args:
         batch: with :data:`CORRECTED_COLUMNS`.
-        correction: with a level.
         mean: see :func:`megarl.algorithms.importance_weights`.
     """
     assert correction.level is not None, "importance weights are configured"
@@ -67,7 +66,6 @@ def corrected_of_rows(batch: DataProto, correction: Correction, mean: float = 1.
 
     Args:
         batch: with :data:`CORRECTED_COLUMNS`.
-        correction: levels, bounds and rules.
         mean: divides the importance weights.
 
     Returns:

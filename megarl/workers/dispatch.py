@@ -112,7 +112,6 @@ class WorkerPlace(NamedTuple):
     """Rank and rendezvous address of a worker; the first argument of every worker class.
 
     Attributes:
-        rank: this process's rank in the role.
         master_addr: address of the role's rank 0.
         master_port: free port there for the process group.
     """

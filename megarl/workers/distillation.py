@@ -31,9 +31,6 @@ def read_teacher_head(head: TeacherHead, student: WeightMap, runtime: Runtime) -
     A frozen layer needs no transfer between processes: each rank reads its rows from the model folder, once. Rows
     beyond the student's vocabulary are left out; the teacher's distribution is then over the student's tokens.
 
-    Args:
-        runtime: this rank's place in the actor's layout.
-
     Returns:
         ``[padded vocabulary of the student / tp, hidden size of the teacher]``.
     """

@@ -26,9 +26,6 @@ class PairRows(PackedRows):
     Args:
         batch: needs the columns of :data:`PAIRS`.
         share: compute the common first tokens of a pair once.
-
-    Attributes:
-        names: columns of the first and of the second sequence.
     """
 
     names: ClassVar[tuple[str, str]] = ("chosen", "rejected")

@@ -68,7 +68,6 @@ class PreferenceTrainingWorker(PairTrainingWorker):
 
     Args:
         budget: micro-batch budget for rows; tokens count both sequences.
-        loss: loss of a pair or of a response.
     """
 
     def __init__(

@@ -11,11 +11,7 @@ from megarl.workers.settings import LogProbSettings, RoleSettings
 
 
 class ReferenceWorker(PolicyWorker):
-    """Computes the initial policy's log-probs, and its representations of responses.
-
-    Args:
-        settings: model and layout; without optimizer.
-    """
+    """Computes the initial policy's log-probs, and its representations of responses."""
 
     prefix = "ref"
 

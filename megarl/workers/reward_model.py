@@ -26,11 +26,7 @@ SHARE = "share"
 
 
 class RewardModelWorker(MegatronWorker):
-    """Scores whole sequences at their last token, like transformers' sequence classification models.
-
-    Args:
-        settings: model and layout; without optimizer.
-    """
+    """Scores whole sequences at their last token, like transformers' sequence classification models."""
 
     prefix = "reward_model"
     value_head = True

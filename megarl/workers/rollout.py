@@ -49,9 +49,6 @@ class WeightFingerprint:
     def verify(self, when: str) -> None:
         """Compare the current fingerprint with the recorded one, if any.
 
-        Args:
-            when: time of a possible change, for the error.
-
         Raises:
             WeightSyncError: the weights have changed; names the first rank. The record is cleared.
         """
@@ -90,11 +87,7 @@ class RolloutWorker:
 
     @verb(Dispatch.ALL)
     def host_rendezvous(self, hosts: Mapping[int, str]) -> int:
-        """Host the store at which the ranks of a replica on several nodes meet; return its port.
-
-        Args:
-            hosts: address of each replica's first node.
-        """
+        """Host the store at which the ranks of a replica on several nodes meet; return its port."""
         from megarl.base.rendezvous import host_store
 
         host = hosts[self.replica]

@@ -151,9 +151,6 @@ class RewardTerms:
 def penalized_rewards_of_rows(batch: DataProto, terms: RewardTerms) -> tuple[DataProto, Moments]:
     """Compute ``token_level_rewards``: shaped rewards, or scores, minus the penalties.
 
-    Args:
-        batch: with :attr:`RewardTerms.columns`.
-
     Returns:
         The rewards, and by row ``[b]``: ``trained_counts``, the number of trained tokens; ``counted``, whether there is
         one; ``reward_sums``, ``truncated`` with their penalty, ``kl`` with a KL penalty. And the moments of the

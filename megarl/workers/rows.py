@@ -117,7 +117,6 @@ class PackedRows:
         """Pack rows into one micro-batch, without padding.
 
         Args:
-            rows: indices of the rows, in order.
             columns: further inputs of the loss, packed over the rows' response tokens.
             at_tokens: read outputs at the response tokens instead of one position before them.
             replay: use the experts of the column :data:`ROUTES`, if the batch has it.
@@ -127,12 +126,8 @@ class PackedRows:
             columns,
             share_prompts=self._shared is not None,
             at_tokens=at_tokens,
-            routes=self._routes(rows) if replay and ROUTES in self.batch.tensors else None,
+            routes=[self.unpadded(ROUTES)[row] for row in rows] if replay and ROUTES in self.batch.tensors else None,
         )
-
-    def _routes(self, rows: Sequence[int]) -> list[Tensor]:
-        """Return the experts of each token of each row, without padding."""
-        return [self.unpadded(ROUTES)[row] for row in rows]
 
     def unpack_routes(self, groups: Sequence[Sequence[int]], routes: Sequence[Sequence[Tensor]]) -> Tensor:
         """Order the experts of each token by rows, for the column :data:`ROUTES`.

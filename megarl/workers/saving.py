@@ -79,10 +79,6 @@ class SavingWorker:
     def load_checkpoint(self, path: str, contents: Sequence[str] = RESUMABLE) -> None:
         """Restore a saved state, also in another layout.
 
-        Args:
-            path: the role's folder.
-            contents: saved parts to restore.
-
         Raises:
             CheckpointError: something is missing, corrupt, or of another model.
         """

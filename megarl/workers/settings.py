@@ -134,7 +134,6 @@ class TeacherHead(NamedTuple):
     """The output layer of a teacher, of which the actor's ranks read their rows for the exact KL.
 
     Attributes:
-        model_path: Hugging Face folder of the teacher.
         dtype: number format of the teacher's weights and hidden states.
     """
 
@@ -392,7 +391,6 @@ class ScheduleSteps(NamedTuple):
     """Lengths of a schedule in optimizer steps, with the configuration keys that define them.
 
     Attributes:
-        total: steps of the whole schedule.
         warmup: steps of the warm-up, part of ``total``.
         wsd_decay: steps of the decay of ``wsd``, part of ``total``.
         warmup_key: key in the optimizer's section that defines ``warmup``.

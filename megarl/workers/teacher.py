@@ -25,7 +25,6 @@ class TeacherWorker(PolicyWorker):
     """Computes the teacher's log-probs of the responses, or of its most probable tokens at each position.
 
     Args:
-        settings: model and layout; without optimizer.
         topk: most probable tokens to return per position; 0 = the log-prob of the response token.
         candidates: the student's vocabulary size; the teacher's distributions are over these tokens.
         hidden: return final hidden states in this form instead, for the exact KL; None = log-probs.

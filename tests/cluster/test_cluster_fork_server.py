@@ -126,17 +126,6 @@ def test_client_with_a_malformed_request_ends_nothing(server: ForkServer, tmp_pa
     assert server._process.poll() is None
 
 
-def test_client_that_stands_still_blocks_no_other(server: ForkServer, tmp_path: Path) -> None:
-    script = worker(tmp_path, "print('fine')")
-    with contextlib.ExitStack() as still:
-        for sent in (b"", b"\0\0", message(b"{", 100)):
-            connection = still.enter_context(socket.socket(socket.AF_UNIX, socket.SOCK_STREAM))
-            connection.connect(server.address)
-            if sent:
-                socket.send_fds(connection, [sent], [0, 1, 2])
-            assert run_client(server.address, script, env={}).stdout == "fine\n"
-
-
 def test_server_without_further_processes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
     def refuse() -> int:
         raise BlockingIOError("as beyond the limit of processes")

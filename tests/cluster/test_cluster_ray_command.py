@@ -26,14 +26,17 @@ def start(device):
     ],
 )
 def test_workers_on_cpus_are_forks_if_a_server_is_named(device, server, forks, monkeypatch, tmp_path):
-    interpreters, python = [], sys.executable
-    monkeypatch.setattr(runpy, "run_module", lambda *_, **__: interpreters.append(sys.executable))
+    scripts, python = [], sys.executable
+
+    def run_module(*_, **__):
+        scripts.append("" if sys.executable == python else Path(sys.executable).read_text(encoding="utf-8"))
+
+    monkeypatch.setattr(runpy, "run_module", run_module)
     monkeypatch.setattr(sys, "argv", start(device))
     monkeypatch.setattr(sys, "modules", dict(sys.modules))
     monkeypatch.delenv(ray_programs.ADDRESS, raising=False)
     if server is not None:
         monkeypatch.setenv(ray_programs.ADDRESS, str(tmp_path / server) if server == "socket" else server)
     ray_command.main()
-    assert interpreters == [str(tmp_path / "python") if forks else python]
+    assert [ray_programs.__file__ in script for script in scripts] == [forks]
     assert sys.executable == python
-    assert not forks or ray_programs.__file__ in Path(interpreters[0]).read_text(encoding="utf-8")

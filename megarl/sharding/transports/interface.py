@@ -344,11 +344,7 @@ class BufferPool:
 
 
 def buffer_pool(kind: MemoryKind, size: int, device: torch.device) -> BufferPool:
-    """Create the two buffers of a sender.
-
-    Args:
-        kind: kind of memory that its transports need.
-    """
+    """Create the two buffers of a sender."""
     if kind == "device":
         return BufferPool(lambda nbytes: DeviceBuffer(nbytes, device), size)
     return BufferPool(lambda nbytes: SharedHostBuffer(nbytes, pinned=device.type == "cuda"), size)

@@ -186,7 +186,6 @@ class PointToPointTransport(abc.ABC):
         return self._device if self.memory == "device" else torch.device("cpu")
 
     def _leave(self) -> None:
-        """Drop the group and its unreceived messages."""
         self._sends.clear()
         self._group, self._session = None, None
 
