@@ -93,9 +93,6 @@ class BatchPlan:
 def plan_batches(config: TrainConfig | SupervisedConfig) -> BatchPlan:
     """Plan the batches of a training step.
 
-    Args:
-        config: complete, as ``build`` returns it.
-
     Raises:
         InvalidConfigError: with every division that is not exact.
     """
@@ -126,7 +123,6 @@ def token_store_bytes(config: TrainConfig, teacher_hidden: int = 0) -> int:
     nodes of their processes.
 
     Args:
-        config: complete.
         teacher_hidden: bytes per response token of the teachers' hidden states, for the exact KL to them; 0 without.
     """
     data, algorithm = config.data, config.algorithm
@@ -152,9 +148,6 @@ def _teacher_bytes(config: TrainConfig, hidden: int) -> int:
 
 def reward_micro_batches(config: ScoredJobConfig) -> MicroBatches:
     """Return the micro-batch settings of the reward model, for batches of any size.
-
-    Args:
-        config: complete, with ``reward.model.enable``.
 
     Raises:
         InvalidConfigError: the token budget is missing or below the longest sequence.

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-import copy
+import dataclasses
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
@@ -16,7 +16,7 @@ from megarl.base.user_code import import_user_modules
 from megarl.config.checks import check
 from megarl.config.derived import with_derived
 from megarl.config.inherited import inherit, without_auto
-from megarl.config.keys import AUTO, REQUIRED, Key, key_at, keys_of, lookup, walk
+from megarl.config.keys import AUTO, REQUIRED, Key, keys_of, lookup, walk
 from megarl.config.problems import InvalidConfigError, Problem, namesakes, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig, TrainConfig
 from megarl.config.stored import redacted_problems
@@ -98,46 +98,28 @@ def read(schema: type, values: Mapping[str, Any], problems: Sequence[Problem] = 
     """Read values into any class whose fields are declared with :func:`~megarl.config.keys.key`.
 
     Args:
-        schema: the class; it holds every default.
         values: nested plain values that differ from the defaults.
-        problems: earlier problems, to report with the new ones.
 
     Raises:
         InvalidConfigError: a key is unknown or missing, or its value has the wrong type or violates its limits.
     """
-    typed = copy.deepcopy(_typed(schema))  # six times as fast as reading the classes again
-    problems = [*_fill(typed, schema, values, "", [path for path, _ in walk(schema)]), *problems]
-    wrong = {problem.path for problem in problems}
-    for path in sorted(OmegaConf.missing_keys(typed) - wrong):
-        item = key_at(schema, path)
-        problems.append(
-            Problem(path, None, f"must be set, to {_expected(item)}", doc=item.doc, code="config.required-key")
-        )
-    if problems:
-        raise InvalidConfigError(problems)
-    return OmegaConf.to_object(typed)
-
-
-@cache
-def _typed(schema: type) -> DictConfig:
-    return _writable(OmegaConf.structured(schema))
-
-
-def _writable(node: DictConfig) -> DictConfig:
-    """Clear the read-only flags that OmegaConf sets for frozen dataclasses, in place."""
-    OmegaConf.set_readonly(node, False)
-    for name in node:
-        if OmegaConf.is_missing(node, name):
-            continue
-        if OmegaConf.is_dict(inner := node[name]):
-            _writable(inner)
-    return node
+    found: list[Problem] = []
+    config = _filled(schema(), values, "", [path for path, _ in walk(schema)], found)
+    found += problems
+    wrong = {problem.path for problem in found}
+    unset = {path: item for path, item in walk(config) if item.default == REQUIRED and path not in wrong}
+    for path, item in sorted(unset.items()):
+        text = f"must be set, to {_expected(item)}"
+        found.append(Problem(path, None, text, doc=item.doc, code="config.required-key"))
+    if found:
+        raise InvalidConfigError(found)
+    return config
 
 
 @cache
 def defaults(schema: type) -> Mapping[str, Any]:
     """Return the schema's defaults as nested plain values, read-only."""
-    plain = cast(dict[str, Any], OmegaConf.to_container(_typed(schema)))
+    plain = dataclasses.asdict(schema())
     for path, item in walk(schema):
         section, _, name = path.rpartition(".")
         if item.accepts_auto and (holder := lookup(plain, section) if section else plain) is not None:
@@ -163,12 +145,9 @@ def _resolved(schema: type, values: Mapping[str, Any] | DictConfig) -> Mapping[s
     try:
         return cast(Mapping[str, Any], OmegaConf.to_container(merged, resolve=True))
     except OmegaConfBaseException as error:
-        path, raw = str(error.full_key), OmegaConf.to_container(merged)
-        for name in path.split("."):
-            raw = raw.get(name) if isinstance(raw, dict) else None
-        raise InvalidConfigError(
-            [Problem(path, raw, str(error).strip().splitlines()[0], code="config.interpolation")]
-        ) from error
+        path, text = str(error.full_key), str(error).strip().splitlines()[0]
+        raw = lookup(OmegaConf.to_container(merged), path)
+        raise InvalidConfigError([Problem(path, raw, text, code="config.interpolation")]) from error
 
 
 def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
@@ -183,74 +162,71 @@ def _over(below: Mapping[str, Any], above: Mapping[str, Any]) -> dict[str, Any]:
     return merged
 
 
-def _fill(node: DictConfig, schema: Any, values: Mapping[str, Any], prefix: str, valid: list[str]) -> list[Problem]:
-    declared = {item.name: item for item in keys_of(schema)}
-    problems = []
+def _filled(config: Any, values: Mapping[str, Any], prefix: str, valid: list[str], problems: list[Problem]) -> Any:
+    """Return a copy of a section with other values, and append the problems of its keys.
+
+    Args:
+        prefix: the section's path, with a dot at its end.
+        valid: keys of the job, or of an entry with a free name, for suggestions.
+    """
+    declared = {item.name: item for item in keys_of(config)}
+    changes = {}
     for name, value in values.items():
-        path = f"{prefix}{name}"
-        item = declared.get(name)
+        path, item = f"{prefix}{name}", declared.get(name)
         if item is None:
             problems.append(unknown_key(path, value, valid))
         elif item.section is not None and value is not None:
-            problems += _fill_section(node, item, value, path, valid)
+            changes[name] = _section(item.default or item.section(), value, path, valid, problems)
         elif item.entry is not None and isinstance(value, Mapping):
-            problems += _fill_entries(node, item, value, path)
+            inner = [key for key, _ in walk(item.entry)]
+            changes[name] = {
+                entry: _section(
+                    item.entry(), keys, f"{path}.{entry}", [f"{path}.{entry}.{key}" for key in inner], problems
+                )
+                for entry, keys in value.items()
+            }
         else:
-            problem = _assign(node, item, value, path)
-            problems += [problem] if problem else []
-    return problems
+            converted, problem = _value(item, value, path)
+            if problem is None:
+                changes[name] = converted
+            else:
+                problems.append(problem)
+    return dataclasses.replace(config, **changes)
 
 
-def _fill_section(node: DictConfig, item: Key, value: Any, path: str, valid: list[str]) -> list[Problem]:
-    assert item.section is not None
-    if not isinstance(value, Mapping):
-        return [_no_section(path, value, item.section)]
-    if node[item.name] is None:
-        node[item.name] = item.section()
-        _writable(node[item.name])
-    return _fill(node[item.name], item.section, value, f"{path}.", valid)
-
-
-def _no_section(path: str, value: Any, section: type) -> Problem:
-    names = ", ".join(inner.name for inner in keys_of(section))
+def _section(config: Any, value: Any, path: str, valid: list[str], problems: list[Problem]) -> Any:
+    if isinstance(value, Mapping):
+        return _filled(config, value, f"{path}.", valid, problems)
+    names = ", ".join(inner.name for inner in keys_of(config))
     text = f"is a section, not a single value; its keys are {names}"
-    return Problem(path, value, text, code="config.section-needs-keys")
+    problems.append(Problem(path, value, text, code="config.section-needs-keys"))
+    return config
 
 
-def _fill_entries(node: DictConfig, item: Key, value: Mapping[str, Any], path: str) -> list[Problem]:
-    """Fill sections with free names, such as the teachers."""
-    assert item.entry is not None
-    problems = []
-    for name, keys in value.items():
-        if not isinstance(keys, Mapping):
-            problems.append(_no_section(f"{path}.{name}", keys, item.entry))
-            continue
-        node[item.name][name] = item.entry()
-        _writable(node[item.name][name])
-        valid = [f"{path}.{name}.{inner}" for inner, _ in walk(item.entry)]
-        problems += _fill(node[item.name][name], item.entry, keys, f"{path}.{name}.", valid)
-    return problems
-
-
-def _assign(node: DictConfig, item: Key, value: Any, path: str) -> Problem | None:
+def _value(item: Key, value: Any, path: str) -> tuple[Any, Problem | None]:
+    """Return a value in the key's type, and its problem."""
     if isinstance(value, str) and value == REQUIRED:
         text = f"has no default and must be set, to {_expected(item)}"
-        return Problem(path, value, text, doc=item.doc, code="config.required-key")
+        return None, Problem(path, value, text, doc=item.doc, code="config.required-key")
     if value == AUTO and item.accepts_auto:
-        value = None
+        return None, None
     if value == AUTO and _has_no_auto(item):
-        return Problem(path, value, f"has no auto; it must be {_expected(item)}", doc=item.doc, code="config.no-auto")
+        text = f"has no auto; it must be {_expected(item)}"
+        return None, Problem(path, value, text, doc=item.doc, code="config.no-auto")
     if item.is_list and isinstance(value, str | int | float):
         value = [value]
+    wrong = Problem(path, value, f"must be {_expected(item)}", doc=item.doc, code="config.wrong-type")
     if isinstance(value, bool) and item.annotation is not bool:
-        return Problem(path, value, f"must be {_expected(item)}", doc=item.doc, code="config.wrong-type")
+        return None, wrong
+    kind = item.annotation | None if item.optional else item.annotation
     try:
-        node[item.name] = value
+        holder = DictConfig({item.name: value}, element_type=kind)
     except OmegaConfBaseException:
-        return Problem(path, value, f"must be {_expected(item)}", doc=item.doc, code="config.wrong-type")
-    converted = node[item.name]
-    complaint = item.limits.complaint(OmegaConf.to_container(converted) if OmegaConf.is_list(converted) else converted)
-    return Problem(path, value, complaint, doc=item.doc, code="config.value-out-of-limits") if complaint else None
+        return None, wrong
+    converted = cast(dict[str, Any], OmegaConf.to_container(holder))[item.name]
+    complaint = item.limits.complaint(converted)
+    problem = Problem(path, value, complaint, doc=item.doc, code="config.value-out-of-limits") if complaint else None
+    return converted, problem
 
 
 def _has_no_auto(item: Key) -> bool:

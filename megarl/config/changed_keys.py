@@ -22,9 +22,7 @@ class ChangedKey(NamedTuple):
     """A key whose value is not the schema's default.
 
     Attributes:
-        key: dotted path.
         value: value in the run, in its stored form.
-        default: value in the schema.
         origin: ``command line``; ``file``, the named YAML file or one of its defaults; ``layout=auto``; or ``derived``
             from other keys, for keys that are ``auto`` in the schema; not for inherited ones.
     """

@@ -11,7 +11,7 @@ import copy
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 from pathlib import Path
-from typing import Any, Generic, NamedTuple, Protocol, TypeAlias, cast
+from typing import Any, Generic, NamedTuple, Protocol, TypeAlias
 
 from hydra import compose as hydra_compose
 from hydra import initialize
@@ -27,7 +27,7 @@ from yaml import YAMLError
 from megarl.base.errors import ConfigError
 from megarl.base.files import WRITABLE, write_error
 from megarl.config.build import build, build_draft, defaults, unknown_key, verl_notes
-from megarl.config.keys import AUTO, Key, leaves, walk
+from megarl.config.keys import AUTO, Key, leaves, parents, walk
 from megarl.config.outputs import check_sweep_outputs
 from megarl.config.overrides import TextConfigSource, parse_overrides, reading_files
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
@@ -55,7 +55,6 @@ class ConfigRequest(Generic[JobT]):
     """The configuration that a command line requests.
 
     Attributes:
-        schema: configuration class of the job.
         config_name: YAML file, without its suffix.
         overrides: in Hydra's syntax, ``key=value``.
         config_dir: folder to search before megarl's ``configs/``.
@@ -71,7 +70,6 @@ def compose(request: ConfigRequest[JobT], choose: LayoutChooser | None = None) -
     """Compose the typed, complete and checked configuration of a single run.
 
     Args:
-        request: of a single run.
         choose: chooses the values of ``layout=auto``; None = they stay as they are.
 
     Raises:
@@ -95,7 +93,6 @@ class ComposedRun(NamedTuple, Generic[JobT]):
     Attributes:
         config: typed, complete and checked.
         values: the values it was built from.
-        overrides: of this run.
         folder: absolute path of the run's folder, which may not exist yet.
         notes: one line for each key of the files or the command line that has another name in megarl, or no effect.
         layout: the chosen values of ``layout=auto``; None without them.
@@ -113,7 +110,6 @@ class ComposedSweep(NamedTuple, Generic[JobT]):
     """A sweep before its first run.
 
     Attributes:
-        request: of the sweep.
         folder: folder of the sweep, with the folders of its runs.
         settings: how the runs are chosen and started.
         runs: all runs in order; for a search one possible run, as the others depend on results.
@@ -133,13 +129,13 @@ the keys that files or the command line set."""
 
 def compose_run(request: ConfigRequest[JobT], choose: LayoutChooser | None = None) -> ComposedRun[JobT]:
     """Compose as :func:`compose`, and return also the values and the folder of the run."""
-    sweep_settings(_parse(request), multirun=False)
+    sweep_settings(parse_overrides(request.overrides, request.schema), multirun=False)
     return _compose(request, choose)
 
 
 def compose_draft(request: ConfigRequest[JobT]) -> JobT:
     """Compose as :func:`compose`, without the checks across sections: layouts and batches may not divide."""
-    sweep_settings(_parse(request), multirun=False)
+    sweep_settings(parse_overrides(request.overrides, request.schema), multirun=False)
     return _compose(request, is_draft=True).config
 
 
@@ -150,7 +146,8 @@ def _compose(
     is_draft: bool = False,
 ) -> ComposedRun[JobT]:
     """Compose a run; one of a sweep has a place: the sweep's folder and its number."""
-    keys, parsed = dict(walk(request.schema)), _without_verls_groups(_parse(request), request)
+    keys = dict(walk(request.schema))
+    parsed = _without_verls_groups(parse_overrides(request.overrides, request.schema), request)
     problems = [problem for o in parsed if (problem := _override_problem(o, keys, request)) is not None]
     wrong, layout = {problem.path for problem in problems}, None
     valid = [override for override in parsed if override.key_or_group not in wrong]
@@ -197,9 +194,6 @@ def fill_layout(schema: type[JobT], values: DictConfig, choose: LayoutChooser, f
     """Set the values of ``layout=auto``, in place, and return them.
 
     Args:
-        schema: configuration class of the job.
-        values: composed.
-        choose: chooses the values.
         fixed: keys that files or the command line set.
 
     Raises:
@@ -232,11 +226,11 @@ def _set_keys(request: ConfigRequest[Any], overrides: Sequence[Override], keys: 
 
 def _unset(schema: type) -> dict[str, Any]:
     """Return the schema's keys without values."""
-    unset = OmegaConf.create({})
-    for path, value in leaves(defaults(schema)):
-        OmegaConf.update(unset, path, {} if isinstance(value, Mapping) else MISSING, force_add=True)
-    plain: Any = OmegaConf.to_container(unset)
-    return cast(dict[str, Any], plain)
+
+    def without_values(section: Mapping[str, Any]) -> dict[str, Any]:
+        return {name: without_values(v) if isinstance(v, Mapping) else MISSING for name, v in section.items()}
+
+    return without_values(defaults(schema))
 
 
 def compose_sweep(request: ConfigRequest[JobT], choose: LayoutChooser | None = None) -> ComposedSweep[JobT]:
@@ -245,7 +239,7 @@ def compose_sweep(request: ConfigRequest[JobT], choose: LayoutChooser | None = N
     Raises:
         ConfigError: as :func:`compose`, with the overrides of the wrong run; or two runs write the same path.
     """
-    parsed = _parse(request)
+    parsed = parse_overrides(request.overrides, request.schema)
     settings = sweep_settings(parsed, multirun=True)
     folder = _sweep_folder(request, [o for o in parsed if not o.is_sweep_override()])
     words = runs_of(parsed, config_folders(request), is_search=settings.search is not None)
@@ -264,9 +258,7 @@ def compose_run_of(
 
     Args:
         sweep: the sweep; its runs may be missing.
-        overrides: of the run.
         number: of the run, from 0.
-        choose: as for :func:`compose`.
 
     Raises:
         ConfigError: as :func:`compose`, with the overrides of the run.
@@ -295,10 +287,6 @@ def _sweep_folder(request: ConfigRequest[Any], overrides: list[Override]) -> Pat
 def check_folder(key: str, folder: Path) -> None:
     """Check that the folder of a run or a sweep can be created.
 
-    Args:
-        key: that sets the folder.
-        folder: the folder.
-
     Raises:
         ConfigError: this user may not write there.
     """
@@ -308,10 +296,6 @@ def check_folder(key: str, folder: Path) -> None:
             f"{WRITABLE}: {key}",
             code="disk.not-writable",
         )
-
-
-def _parse(request: ConfigRequest[Any]) -> list[Override]:
-    return parse_overrides(request.overrides, request.schema)
 
 
 def _override_problem(override: Override, keys: dict[str, Key], request: ConfigRequest[Any]) -> Problem | None:
@@ -325,8 +309,8 @@ def _override_problem(override: Override, keys: dict[str, Key], request: ConfigR
         return None if path in FOLDER_KEYS else unknown_key(path, value, list(FOLDER_KEYS))
     if "/" in path or override.package is not None or _is_group(path, request):
         return None
-    free = any(p in keys and keys[p].is_mapping for p in _parents(path))
-    if path not in keys and not free and not _is_verl_key(path, request):
+    free = any(p in keys and keys[p].is_mapping for p in parents(path))
+    if path not in keys and not free and not is_verl_key(request.schema, path):
         return unknown_key(path, value, list(keys))
     if override.is_sweep_override():
         text = "lists several values: add --multirun for one run each, or write a list as [a,b], a text as \"'a,b'\""
@@ -336,10 +320,6 @@ def _override_problem(override: Override, keys: dict[str, Key], request: ConfigR
 
 def _is_group(path: str, request: ConfigRequest[Any]) -> bool:
     return "." not in path and any((folder / path).is_dir() for folder in config_folders(request))
-
-
-def _is_verl_key(path: str, request: ConfigRequest[Any]) -> bool:
-    return is_verl_key(request.schema, path)
 
 
 def _without_verls_groups(overrides: list[Override], request: ConfigRequest[Any]) -> list[Override]:
@@ -356,15 +336,11 @@ def _reachable(override: Override, keys: dict[str, Key], request: ConfigRequest[
     path, text = override.key_or_group, str(override.input_line)
     if _is_group(path, request) and not isinstance(override.value(), dict):
         return text
-    hidden = any(p in keys and (keys[p].is_mapping or keys[p].default is None) for p in _parents(path))
+    hidden = any(p in keys and (keys[p].is_mapping or keys[p].default is None) for p in parents(path))
     hidden = hidden or (path in keys and not override.is_sweep_override() and isinstance(override.value(), dict))
-    if not (hidden or (path in keys and text.startswith("+")) or (path not in keys and _is_verl_key(path, request))):
+    if not (hidden or (text.startswith("+") if path in keys else is_verl_key(request.schema, path))):
         return text
     return f"++{text.lstrip('+')}" if text.lstrip("+").startswith(path) else text
-
-
-def _parents(path: str) -> list[str]:
-    return [path[:at] for at, letter in enumerate(path) if letter == "."]
 
 
 def _load(

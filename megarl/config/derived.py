@@ -44,7 +44,6 @@ def with_derived(config: JobT, files_root: str | None = None) -> JobT:
     A layout that does not divide the devices leaves its size None; the checks report it.
 
     Args:
-        config: of any job.
         files_root: folder of files without an explicit path; None = ``outputs/<experiment_name>``.
     """
     root = files_root or f"outputs/{config.trainer.experiment_name}"
@@ -204,7 +203,6 @@ def _log_prob(keys: _LogProbKeys, actor: ActorConfig, actor_by_tokens: bool | No
     """Micro-batches of a log-prob pass, as in the actor's update.
 
     Args:
-        keys: of the pass.
         actor: with its derived values.
         actor_by_tokens: ``use_dynamic_bsz`` as the user set it; if auto, a size in samples decides for the pass.
     """

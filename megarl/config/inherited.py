@@ -62,7 +62,6 @@ def inheriting_sections(schema: type, values: Mapping[str, Any]) -> Iterator[str
     """Yield the paths of the sections that inherit the actor's, with those of all teachers but servers.
 
     Args:
-        schema: class of the job.
         values: nested and plain.
     """
     for path, item in walk(schema):
@@ -80,7 +79,6 @@ def inherit(schema: type, values: Mapping[str, Any]) -> set[str]:
     Without an actor, as in evaluation, unset keys have their defaults.
 
     Args:
-        schema: class of the job.
         values: nested and plain, with verl's keys translated.
 
     Returns:
@@ -110,10 +108,6 @@ def followers(config: JobConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     """Return the keys of roles that follow changes of the actor's section, with their new values.
 
     A complete configuration does not tell inherited keys from others: a key with the actor's value counts as inherited.
-
-    Args:
-        config: complete.
-        changes: values by dotted path.
     """
     prefix = f"{ACTOR_MEGATRON}."
     changed = {path.removeprefix(prefix): value for path, value in changes.items() if path.startswith(prefix)}
@@ -137,7 +131,6 @@ def inheritance_note(config: object, text: str) -> str:
     """Return the end of a message about a role's layout: where the value comes from, if it is the actor's.
 
     Args:
-        config: of a job, complete.
         text: names the key as ``critic.megatron.tensor_model_parallel_size=8``.
     """
     match = _ROLE_KEY.search(text)

@@ -21,7 +21,6 @@ REQUIRED: Any = MISSING
 AUTO = "auto"
 """Value of a key that follows other keys; None in the typed configuration until it is derived."""
 
-_META = "megarl"
 _Config = TypeVar("_Config")
 
 
@@ -84,15 +83,6 @@ class KeyLimits(NamedTuple):
         return text
 
 
-class _Declaration(NamedTuple):
-    """The declaration of a key or section; fields as in :class:`Key`."""
-
-    doc: str = ""
-    limits: KeyLimits = KeyLimits()
-    auto: bool = False
-    inherits: bool = False
-
-
 class Key(NamedTuple):
     """One declared key or section of a configuration class.
 
@@ -105,8 +95,8 @@ class Key(NamedTuple):
     annotation: Any  # the resolved type, without None
     optional: bool
     default: Any
-    doc: str
-    limits: KeyLimits
+    doc: str = ""
+    limits: KeyLimits = KeyLimits()
     auto: bool = False
     inherits: bool = False
 
@@ -177,7 +167,7 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
         doc: meaning of the key, with its unit.
         limits: fields of :class:`KeyLimits`.
     """
-    metadata = {_META: _Declaration(doc, KeyLimits(**limits))}
+    metadata = {"doc": doc, "limits": KeyLimits(**limits)}
     if isinstance(default, list | dict):
         return dataclasses.field(default_factory=lambda: copy.deepcopy(default), metadata=metadata)
     return dataclasses.field(default=default, metadata=metadata)
@@ -190,7 +180,7 @@ def derived_key(doc: str, **limits: Any) -> Any:
         doc: meaning of the key, with its unit, and what ``auto = ...`` is.
         limits: fields of :class:`KeyLimits`.
     """
-    return dataclasses.field(default=None, metadata={_META: _Declaration(doc, KeyLimits(**limits), auto=True)})
+    return dataclasses.field(default=None, metadata={"doc": doc, "limits": KeyLimits(**limits), "auto": True})
 
 
 def section(factory: Any, doc: str = "", *, inherits: bool = False, **overrides: Any) -> Any:
@@ -202,10 +192,8 @@ def section(factory: Any, doc: str = "", *, inherits: bool = False, **overrides:
         inherits: whether all its keys are ``auto``, the values of another section (:mod:`megarl.config.inherited`).
         overrides: defaults that differ from those of the class.
     """
-    metadata = {_META: _Declaration(doc, inherits=inherits)}
-    if factory is None:
-        return dataclasses.field(default=None, metadata=metadata)
-    return dataclasses.field(default_factory=lambda: factory(**overrides), metadata=metadata)
+    make = (lambda: None) if factory is None else lambda: factory(**overrides)
+    return dataclasses.field(default_factory=make, metadata={"doc": doc, "inherits": inherits})
 
 
 def keys_of(schema: Any) -> Sequence[Key]:
@@ -225,8 +213,7 @@ def _keys_of_class(cls: Any) -> tuple[Key, ...]:
     keys = []
     for item in dataclasses.fields(cls):
         annotation, optional = _without_none(hints[item.name])
-        declared = item.metadata.get(_META, _Declaration())
-        keys.append(Key(item.name, annotation, optional, getattr(instance, item.name), *declared))
+        keys.append(Key(item.name, annotation, optional, getattr(instance, item.name), **item.metadata))
     return tuple(keys)
 
 
@@ -280,6 +267,11 @@ def value_at(config: Any, path: str) -> Any:
     for name in path.split("."):
         config = config[name] if isinstance(config, dict) else getattr(config, name)
     return config
+
+
+def parents(path: str) -> list[str]:
+    """List the sections that a dotted path leads through, from the outermost."""
+    return [path[:at] for at, letter in enumerate(path) if letter == "."]
 
 
 def leaves(values: Mapping[Any, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:

@@ -2,11 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 from megarl.base.errors import ConfigError
-from megarl.config.keys import AUTO, find_key
-from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, JobConfig, SupervisedConfig, TrainConfig
+from megarl.config.keys import AUTO, find_key, value_at
+from megarl.config.schema.jobs import JobConfig, SupervisedConfig, TrainConfig
 
 CHECKPOINTS_KEY, EXPORT_KEY = "trainer.default_local_dir", "trainer.hf_export_dir"
 ROLLOUTS_KEY, VALIDATION_KEY = "trainer.rollout_data_dir", "trainer.validation_data_dir"
@@ -20,32 +20,26 @@ def may_save(config: TrainConfig | SupervisedConfig) -> bool:
     return trainer.save_freq > 0 or trainer.max_wall_seconds is not None or best
 
 
+def _paths(config: JobConfig, keys: Iterable[str]) -> dict[str, str]:
+    """Paths by key, of the keys that the job has and that are set."""
+    values = {key: value_at(config, key) for key in keys if find_key(type(config), key)}
+    return {key: value for key, value in values.items() if value is not None}
+
+
 def output_folders(config: JobConfig) -> dict[str, str]:
     """Return the folders of checkpoints, export and responses that a job writes, by key."""
-    folders: dict[str, str | None] = {}
-    if isinstance(config, TrainConfig | SupervisedConfig):
-        folders[CHECKPOINTS_KEY] = config.trainer.default_local_dir if may_save(config) else None
-        folders[EXPORT_KEY] = config.trainer.hf_export_dir
-    return {key: folder for key, folder in folders.items() if folder is not None} | response_folders(config)
+    saves = isinstance(config, TrainConfig | SupervisedConfig) and may_save(config)
+    return _paths(config, [CHECKPOINTS_KEY, EXPORT_KEY] if saves else [EXPORT_KEY]) | response_folders(config)
 
 
 def response_folders(config: JobConfig) -> dict[str, str]:
     """Return the folders of ``<step>.jsonl`` files with responses, by key."""
-    folders: dict[str, str | None] = {}
-    if isinstance(config, TrainConfig):
-        folders[ROLLOUTS_KEY] = config.trainer.rollout_data_dir
-    if isinstance(config, TrainConfig | EvaluateConfig):
-        folders[VALIDATION_KEY] = config.trainer.validation_data_dir
-    return {key: folder for key, folder in folders.items() if folder is not None}
+    return _paths(config, (ROLLOUTS_KEY, VALIDATION_KEY))
 
 
 def output_files(config: JobConfig) -> dict[str, str]:
     """Return the single files that a job writes at its end, by key."""
-    if isinstance(config, EvaluateConfig) and config.best_answers.file is not None:
-        return {BEST_KEY: config.best_answers.file}
-    if isinstance(config, GenerateConfig) and config.data.output_path is not None:
-        return {ANSWERS_KEY: config.data.output_path}
-    return {}
+    return _paths(config, (BEST_KEY, ANSWERS_KEY))
 
 
 def check_sweep_outputs(configs: Sequence[JobConfig]) -> None:

@@ -43,7 +43,6 @@ def override_of(key: str, value: Any) -> str:
     """Write an override in Hydra's syntax, with all texts in quotes.
 
     Args:
-        key: full path.
         value: None, a truth value, a number, a text, or a list or mapping of them.
     """
     return f"{key}={_written(value)}"
@@ -66,10 +65,6 @@ def _written(value: Any) -> str:
 
 def parse_overrides(overrides: Sequence[str], schema: type) -> list[Override]:
     """Parse overrides; the values of text keys keep their characters.
-
-    Args:
-        overrides: in Hydra's syntax.
-        schema: configuration class of the job.
 
     Raises:
         ConfigError: an override is malformed.
@@ -203,9 +198,6 @@ _READING: ContextVar[_Reading] = ContextVar("reading")
 def reading_files(schema: type) -> Iterator[list[str]]:
     """Let Hydra read the YAML files of a job within the context.
 
-    Args:
-        schema: configuration class of the job.
-
     Yields:
         One line for each name in the files that is not megarl's, as Hydra reads them.
     """
@@ -281,7 +273,6 @@ def _restore(config: Any, node: yaml.Node, schema: type, prefixes: Sequence[str]
     Args:
         config: what OmegaConf made from ``node``, a mapping or a list.
         node: of the YAML file.
-        schema: configuration class of the job.
         prefixes: possible paths of ``config``, each with a dot at its end.
     """
     is_mapping = isinstance(node, yaml.MappingNode)

@@ -13,11 +13,8 @@ class Problem(NamedTuple):
     """One wrong key.
 
     Attributes:
-        path: full dotted path.
-        value: value of the key.
         text: the problem and its remedy.
         code: stable name of the problem (:class:`~megarl.base.errors.MegarlError`).
-        doc: meaning of the key.
     """
 
     path: str
@@ -38,7 +35,6 @@ class InvalidConfigError(ConfigError):
     """A configuration with one or more problems; ``problems`` lists them, ``code`` is the first one's.
 
     Args:
-        problems: all of them.
         run: the run of a sweep that they belong to; empty for a single run.
     """
 

@@ -86,10 +86,6 @@ def add_flags(parser: argparse.ArgumentParser, schema: type) -> None:
 def flag_overrides(options: argparse.Namespace, schema: type) -> list[str]:
     """Translate the flags of a command line to overrides.
 
-    Args:
-        options: parsed by a parser with :func:`add_flags`.
-        schema: configuration class of the job.
-
     Raises:
         ConfigError: ``--reward`` names no reward.
     """

@@ -28,7 +28,6 @@ def references_of(config: JobConfig, values: Mapping[str, Any] | DictConfig) -> 
     """Store references as they are within the context of a run, in this thread, and redact the run's secrets.
 
     Args:
-        config: complete.
         values: the unresolved values that it was built from.
     """
     raw = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values

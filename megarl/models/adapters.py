@@ -126,14 +126,18 @@ class LocalAdapter(NamedTuple):
 class AdapterMap:
     """Weight map of the trained parameters of a model with adapters: every A, B and M, and a scalar head.
 
+    Attributes:
+        base_shapes: shape of every tensor of the model without adapters.
+
     Raises:
         ConfigError: a target matches no tensor of the model, or a tensor that cannot have an adapter.
     """
 
     def __init__(self, weights: WeightMap, options: LoraOptions) -> None:
         self.options = options
+        self.model: ModelConfig = weights.config
         self._weights = weights
-        self._shapes = weights.hf_shapes()
+        self.base_shapes: Mapping[str, tuple[int, ...]] = weights.hf_shapes()
         self._stacked = stacked_parts(weights.config)
         self._check_targets()
 
@@ -141,26 +145,16 @@ class AdapterMap:
         """Return the shape of every A, B and M by peft's name, and of a scalar head."""
         rank, shapes = self.options.rank, dict[str, tuple[int, ...]]()
         for name in self.targets:
-            rows, columns = self._shapes[name]
+            rows, columns = self.base_shapes[name]
             shapes |= {_hf_name(name, "A"): (rank, columns), _hf_name(name, "B"): (rows, rank)}
             if self.options.has_magnitudes:
                 shapes[magnitude_name(name)] = (rows,)
-        return shapes | {name: self._shapes[name] for name in self.head}
-
-    @property
-    def base_shapes(self) -> Mapping[str, tuple[int, ...]]:
-        """Shape of every tensor of the model without adapters."""
-        return self._shapes
+        return shapes | {name: self.base_shapes[name] for name in self.head}
 
     @cached_property
     def hf_shapes_of_a(self) -> Mapping[str, tuple[int, int]]:
         """Shape of every A, by name."""
-        return {_hf_name(name, "A"): (self.options.rank, self._shapes[name][1]) for name in self.targets}
-
-    @property
-    def model(self) -> ModelConfig:
-        """The model."""
-        return self._weights.config
+        return {_hf_name(name, "A"): (self.options.rank, self.base_shapes[name][1]) for name in self.targets}
 
     def is_float32(self, hf_name: str) -> bool:
         """Return whether a tensor is float32 in every weight dtype: none is."""
@@ -169,7 +163,7 @@ class AdapterMap:
     @property
     def head(self) -> tuple[str, ...]:
         """Hugging Face tensors of the scalar head, which is trained whole; empty for a language model."""
-        return tuple(name for name in self._shapes if name.startswith("score.")) if self._weights.value_head else ()
+        return tuple(name for name in self.base_shapes if name.startswith("score.")) if self._weights.value_head else ()
 
     def adapters(self, layout: ParallelLayout, rank: int) -> list[LocalAdapter]:
         """Return the adapters of one training rank."""
@@ -226,7 +220,7 @@ class AdapterMap:
         options = self.options
         return {
             name: None
-            for name, shape in self._shapes.items()
+            for name, shape in self.base_shapes.items()
             if len(shape) == 2
             and name not in self.head
             and (self._matches(name, options.targets) or (ALL_LINEAR in options.targets and name in self._by_default))
@@ -293,10 +287,10 @@ class AdapterMap:
         return any(name in (module, layer) or module.endswith(f".{name}") for name in modules)
 
     def _check_targets(self) -> None:
-        layers = dict.fromkeys(name.split(".")[-2] for name in self._shapes if name in self._layer_of)
+        layers = dict.fromkeys(name.split(".")[-2] for name in self.base_shapes if name in self._layer_of)
         for key, names in (("target_modules", self.options.targets), ("exclude_modules", self.options.excludes)):
             for name in names:
-                if name != ALL_LINEAR and not any(self._matches(tensor, (name,)) for tensor in self._shapes):
+                if name != ALL_LINEAR and not any(self._matches(tensor, (name,)) for tensor in self.base_shapes):
                     text = f"{key}: '{name}' matches no layer of the model{_nearest(name, layers)}"
                     raise ConfigError(text, code="adapter.unknown-target")
         refused = [name for name in self.targets if name not in self._layer_of]

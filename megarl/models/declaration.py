@@ -43,7 +43,9 @@ class PipelineStage(Enum):
 
 
 class HFTensor(NamedTuple):
-    """A Hugging Face tensor: its name, and its shape as dimension names (see :mod:`megarl.models.dimensions`).
+    """A Hugging Face tensor: its name, and its shape as dimension names.
+
+    :func:`megarl.models.weight_map.dimension_sizes` lists the names.
 
     ``stacked`` names the tensor of the file that has this one for every expert of a layer, the expert as dimension 0
     and the other dimensions in reverse order. It is empty if the file has this tensor itself.

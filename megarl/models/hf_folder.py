@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import os
 import struct
-from collections.abc import Collection, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -277,19 +277,6 @@ def _header_entry(file: Path, name: str, entry: Any, first: int) -> TensorEntry:
             code="model.not-safetensors",
         )
     return TensorEntry(file, tuple(shape), dtype, offset=first + offsets[0], nbytes=offsets[1] - offsets[0])
-
-
-def stored_dtypes(folder: Path, names: Collection[str]) -> dict[str, str]:
-    """Return the dtypes in which a folder stores tensors, by safetensors' names such as ``BF16``.
-
-    Args:
-        folder: a model folder, or one without weights.
-        names: tensors to look up; absent ones are left out.
-
-    Raises:
-        ModelError: a weight file is damaged.
-    """
-    return {name: entry.dtype for name, entry in tensor_entries(folder).items() if name in names} if names else {}
 
 
 def tensor_entries(folder: Path) -> dict[str, TensorEntry]:

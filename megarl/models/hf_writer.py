@@ -26,7 +26,7 @@ from megarl.base.files import flush_path
 from megarl.models.end_tokens import GENERATION_FILE
 from megarl.models.expert_files import file_shapes, stacked_parts
 from megarl.models.hf_checkpoint import HFReader, region
-from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, ModelFolder, stored_dtypes
+from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, ModelFolder, tensor_entries
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
 from megarl.models.multi_token import carried_tensors, with_multi_token_layers
 from megarl.models.partition import LocalParam, Piece
@@ -196,7 +196,8 @@ class HFWriter:
         self._copy_from = Path(copy_from) if copy_from is not None else None
         self._carried = carried_tensors(self._copy_from, config, self._shapes)
         self._shapes |= {name: entry.shape for name, entry in self._carried.items()}
-        self._narrow = {} if self._copy_from is None else stored_dtypes(self._copy_from, self._float32)
+        stored = {} if self._copy_from is None or not self._float32 else tensor_entries(self._copy_from)
+        self._narrow = {name: entry.dtype for name, entry in stored.items() if name in self._float32}
         self._overwrite = overwrite
         self._files = dict(files)
         self._folder = self.path.parent / f".{self.path.name}.{uuid.uuid4().hex[:8]}.tmp"

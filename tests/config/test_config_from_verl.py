@@ -15,11 +15,11 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
+from list_verl_keys import SHARES, render_verl_page
 
 from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
 from megarl.config.compose import ConfigRequest, compose
-from megarl.config.from_verl import SHARES, render_verl_page
 from megarl.config.keys import walk
 from megarl.config.problems import InvalidConfigError
 from megarl.config.verl.table import table_of
@@ -104,7 +104,7 @@ def test_most_overrides_of_verls_megatron_examples_are_accepted(
         (name, len(scripts), *(round(100 * share) for share in measured[name]))
         for name, scripts in zip(measured, (examples, on_gpus, with_sglang), strict=True)
     )
-    assert rows == SHARES, "update SHARES in megarl/config/from_verl.py"
+    assert rows == SHARES, "update SHARES in tools/list_verl_keys.py"
 
 
 def test_every_refusal_has_a_reason(refused: dict[str, dict[str, str]]) -> None:
@@ -246,4 +246,4 @@ def test_plan_of_a_complete_recipe() -> None:
 
 def test_committed_page_is_up_to_date() -> None:
     page = (ROOT / "docs" / "reference" / "verl_keys.md").read_text(encoding="utf-8")
-    assert page == render_verl_page(), "run: python -m megarl.config.from_verl > docs/reference/verl_keys.md"
+    assert page == render_verl_page(), "run: python tools/list_verl_keys.py > docs/reference/verl_keys.md"

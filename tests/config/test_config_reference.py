@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import pytest
+from list_keys import JOB_PAGES, render_reference
 
 from megarl.base.algorithm_names import (
     ADV_ESTIMATORS,
@@ -18,7 +19,6 @@ from megarl.base.algorithm_names import (
     WEIGHT_SCHEDULES,
 )
 from megarl.config.keys import walk
-from megarl.config.reference import JOB_PAGES, render_reference
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -27,7 +27,7 @@ def test_committed_pages_are_up_to_date() -> None:
     folder = ROOT / "docs" / "reference"
     files = [folder / "config.md", *(folder / "config").iterdir()]
     committed = {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in files}
-    assert committed == render_reference(), "run: python -m megarl.config.reference docs/reference"
+    assert committed == render_reference(), "run: python tools/list_keys.py docs/reference"
 
 
 @pytest.mark.parametrize("name", JOB_PAGES)

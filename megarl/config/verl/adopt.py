@@ -8,7 +8,7 @@ from functools import cache
 from typing import Any, NamedTuple
 
 from megarl.base.redaction import redact
-from megarl.config.keys import Key, lookup, walk
+from megarl.config.keys import Key, lookup, parents, walk
 from megarl.config.problems import Problem, format_value, nearest_keys
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, PoolSwitch, Refused, Renamed
 from megarl.config.verl.table import VerlTable, table_of
@@ -46,7 +46,6 @@ def adopt(schema: type, values: Mapping[str, Any], overridden: Collection[str] =
     """Translate verl's keys to those of megarl's schema.
 
     Args:
-        schema: class of the job.
         values: nested and plain, including all defaults.
         overridden: keys of the command line; of two names for one setting they take precedence over files.
     """
@@ -57,7 +56,6 @@ def adopt_file(schema: type, values: Mapping[str, Any]) -> Adoption:
     """Translate only the names in one file, so that later files and the command line override either name.
 
     Args:
-        schema: class of the job.
         values: nested and plain, as the file has them; interpolations stay.
     """
     adopter = _Adopter(schema, values, ())
@@ -112,7 +110,7 @@ class _Adopter:
             if rule.values or rule.left_out or rule.switch:
                 return False
             path = rule.to
-        is_entry = any(above in self.keys and self.keys[above].is_mapping for above in _parents(path))
+        is_entry = any(above in self.keys and self.keys[above].is_mapping for above in parents(path))
         return path in self.keys or (is_entry and rule is None)
 
     def _foreign(self, node: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, Any]]:
@@ -177,7 +175,7 @@ class _Adopter:
         if value in rule.left_out or (rule.switch in self.switches and self.switches[rule.switch] in rule.off):
             return
         schema = self.keys
-        free = next((p for p in _parents(rule.to) if p in schema and schema[p].is_mapping), None)
+        free = next((p for p in parents(rule.to) if p in schema and schema[p].is_mapping), None)
         if rule.to not in schema and (free is None or rule.to in self.table.rules):
             self._apply(rule.to, value, source)
             return
@@ -199,7 +197,7 @@ class _Adopter:
             self.notes.append(f"{source} is {rule.to}={_shown(value, rule.to)} in megarl{why}")
 
     def _is_overridden(self, path: str) -> bool:
-        return path in self.overridden or any(above in self.overridden for above in _parents(path))
+        return path in self.overridden or any(above in self.overridden for above in parents(path))
 
     def _switch_pool(self, section: str, is_on: bool, source: str) -> None:
         """Clear the nodes of a role without a pool in verl; verl's scripts set both."""
@@ -260,10 +258,6 @@ def _schema_keys(schema: type) -> dict[str, Key]:
 
 def _shown(value: Any, path: str) -> str:
     return format_value(redact(value, path.rpartition(".")[2]))
-
-
-def _parents(path: str) -> list[str]:
-    return [path[:at] for at, letter in enumerate(path) if letter == "."]
 
 
 def _set(tree: dict[str, Any], path: str, value: Any) -> None:

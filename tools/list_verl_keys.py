@@ -1,4 +1,5 @@
-"""Generate the page on verl's keys: ``python -m megarl.config.from_verl > docs/reference/verl_keys.md``."""
+#!/usr/bin/env python3
+"""Generate the page on verl's keys: ``python tools/list_verl_keys.py > docs/reference/verl_keys.md``."""
 
 from __future__ import annotations
 
@@ -40,7 +41,7 @@ _TITLES: dict[type, tuple[str, str]] = {
 _INTRODUCTION = """\
 # verl's keys
 
-Generated from `megarl/config/verl/` by `python -m megarl.config.from_verl > docs/reference/verl_keys.md`; do not edit.
+Generated from `megarl/config/verl/` by `python tools/list_verl_keys.py > docs/reference/verl_keys.md`; do not edit.
 
 megarl accepts each key of verl with its meaning, translates it, or refuses it by name before any process starts. It
 reports translated keys, unless the value is megarl's default, and keys without effect once, on standard error.
