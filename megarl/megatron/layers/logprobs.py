@@ -120,9 +120,7 @@ def vocab_parallel_outputs(
 
 
 class TopTokens(NamedTuple):
-    """The most probable tokens by descending probability, int32 ids and float32 log-probs ``[n, k]``; equal on all
-    ranks.
-    """
+    """The most probable tokens by descending probability: int32 ids and float32 log-probs, ``[n, k]`` each."""
 
     ids: Tensor
     log_probs: Tensor
