@@ -7,7 +7,6 @@ import pytest
 import torch
 import transformers
 from sglang_engines import IN_PROCESS, OVER_HTTP, TWO_RANKS, SGLangEngines, engine_of, is_for_ci, is_for_engine
-from support.sglang_imports import fork_after_imports
 
 from megarl.base.packages import is_installed
 from megarl.rollout import EngineOptions, create_engine
@@ -207,8 +206,6 @@ def _engines():
 
 @pytest.fixture(scope="session")
 def sglang_engines():
-    if SGLANG:
-        fork_after_imports()
     engines = SGLangEngines()
     yield engines
     engines.shutdown()

@@ -5,7 +5,6 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import os
-import threading
 from pathlib import Path
 
 from megarl.base.child_process import environment_variables
@@ -25,15 +24,6 @@ def import_tested_models_only() -> None:
     folder = Path(spec.submodule_search_locations[0]) / "srt" / "models"
     others = sorted({path.stem for path in folder.glob("*.py")} - MODELS)
     os.environ.setdefault("SGLANG_DISABLED_MODEL_ARCHS", ",".join(others))
-
-
-def fork_after_imports() -> None:
-    """Import SGLang, and make the fork server of its schedulers a fork of this process, with one Python thread."""
-    import_sglang()
-    from megarl.rollout.sglang.forks import fork_this_process
-
-    assert threading.active_count() == 1, threading.enumerate()  # a fork has the locks of other threads
-    fork_this_process()
 
 
 def import_sglang() -> None:

@@ -10,7 +10,8 @@ import sys
 from typing import Any
 
 from megarl.rollout.sglang.forks import fork_this_process
-from support.sglang_imports import import_sglang
+
+from .sglang_imports import import_sglang
 
 
 def fork_in_workers(server: Any) -> None:
