@@ -198,7 +198,8 @@ class AgentRunner:
         with self._changed:
             self._pending += sum(len(group.samples) for group in groups)
         try:
-            self._build_loops(groups)
+            missing = sorted({group.agent_name for group in groups} - self._loops.keys())
+            self._loops |= build_agent_loops(self._config, self._tokenizer, missing, self.endpoint)
         except Exception as error:
             self._fail(error)
             return
@@ -306,10 +307,6 @@ class AgentRunner:
         with self._changed:
             self._pending -= len(tasks)
             self._changed.notify_all()
-
-    def _build_loops(self, groups: Sequence[ConversationGroup]) -> None:
-        missing = sorted({group.agent_name for group in groups} - self._loops.keys())
-        self._loops |= build_agent_loops(self._config, self._tokenizer, missing, self.endpoint)
 
     def _start(self, groups: Sequence[ConversationGroup]) -> None:
         try:
