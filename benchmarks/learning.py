@@ -184,7 +184,7 @@ def read_curve(folder: Path) -> Curve:
     elif statistics.fmean(rewards[-WINDOW:]) < statistics.fmean(rewards[:WINDOW]):
         fault = "reward fell"
     staleness = statistics.fmean(row.get(STALENESS, 0.0) for row in rows if REWARD in row)
-    seconds = [row["timing_s/step"] - row.get("timing_s/testing", 0.0) for row in rows if REWARD in row]
+    seconds = [row["timing_s/step"] for row in rows if REWARD in row]
     return Curve(rewards, accuracies[0], accuracies[-1], fault, staleness, seconds)
 
 

@@ -1,9 +1,9 @@
 """Agent loops: rollout of multi-turn conversations into trajectories of token ids with masks and log-probs.
 
 - ``types``: conversation, trajectory, and the interfaces between loops, engine and endpoint.
-- ``loop``: base class, registry and transcript. ``runner``: leads many conversations. ``scoring``: rewards of samples
-  as they end. ``trajectories``: the batch of trajectories and its metrics. ``build``: builds the loops that a
-  configuration names.
+- ``loop``: base class, registry and transcript. ``runner``: leads many conversations and scores samples as they
+  end. ``trajectories``: the batch of trajectories and its metrics. ``build``: builds the loops that a configuration
+  names.
 - ``single_turn``, ``tool_agent``, ``search_agent``, ``external_agent``: built-in loops.
 - ``frames``: tokens of the chat template between turns. ``retrieval_client``: client of a retrieval server.
 - ``tools``: tools and tool calls. ``endpoint``: OpenAI-compatible chat server for external agents.

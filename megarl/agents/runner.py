@@ -17,14 +17,13 @@ from contextlib import AsyncExitStack, ExitStack, nullcontext
 from dataclasses import replace
 from functools import partial
 from types import MappingProxyType
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from megarl.agents.build import build_agent_loops, conversation_limits
 from megarl.agents.endpoint.endpoint import EndpointAddress, build_endpoint
 from megarl.agents.event_loop import EventLoopThread, monitored_loop
 from megarl.agents.loop import AgentLoop
 from megarl.agents.routes import GenerateWithRoutes, RouteRecord
-from megarl.agents.scoring import SampleScorer
 from megarl.agents.trajectories import LED_AGAIN
 from megarl.agents.turns import TurnRecord, context_digest
 from megarl.agents.types import (
@@ -40,8 +39,10 @@ from megarl.agents.types import (
 )
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError, WeightSyncError, WorkerError
+from megarl.rewards.outcome import Outcome
 from megarl.rewards.pool import RunCounts
-from megarl.rewards.scorer import ScorerSpec
+from megarl.rewards.scorer import Scorer, ScorerSpec
+from megarl.rewards.tasks import TaskBuilder
 from megarl.rollout.interface import RequestRefused, RolloutError
 from megarl.rollout.router import Replica, Router
 from megarl.rollout.router_stats import RouterStats
@@ -58,6 +59,59 @@ FATAL = (RolloutError, WorkerError, WeightSyncError)
 """
 REST_S = 0.05
 """Seconds between two reports of samples. The first sample is reported at once, but many end together."""
+
+
+class SampleScorer:
+    """Scores single samples in a pool of reward processes, which start at once.
+
+    Args:
+        spec: reward functions and number of processes; none of the functions takes batches.
+        runner: number of the agent runner, for the names of log files.
+        environment: of the driver; None = as this process.
+    """
+
+    def __init__(
+        self,
+        spec: ScorerSpec,
+        tokenizer: PreTrainedTokenizerBase,
+        runner: int = 0,
+        environment: ChildEnvironment | None = None,
+    ) -> None:
+        self._pool = spec.pool(runner, environment)
+        self._scorer = Scorer(spec.terms, self._pool)
+        self._tasks = TaskBuilder(tokenizer, self._scorer.wants_prompt)
+        stream = self._pool.stream()
+        assert stream is not None, "a function takes batches"
+        self._stream = stream
+
+    async def score(self, columns: Mapping[str, Any], trajectory: Trajectory) -> Outcome | None:
+        """Score a sample.
+
+        Returns:
+            The outcome. None for a failed conversation or an empty response, and for a row that cannot be scored: the
+            reward manager reports these.
+
+        Raises:
+            RewardError: no process for functions can be started.
+        """
+        if trajectory.error is not None or not len(trajectory.response_ids):
+            return None
+        try:
+            facts = {**columns, **trajectory.fields}
+            task = self._tasks.build("", facts, trajectory.prompt_ids, trajectory.response_ids)
+            jobs = self._scorer.jobs(task)
+        except (RewardError, KeyError):
+            return None
+        futures = [asyncio.wrap_future(future) for future in self._stream.submit(jobs)]
+        return self._scorer.outcome_of(await asyncio.gather(*futures))
+
+    def take_counts(self) -> RunCounts:
+        """Return retries and replaced processes since the last call."""
+        return self._stream.take_counts()
+
+    def close(self) -> None:
+        """End the processes."""
+        self._pool.close()
 
 
 class AgentRunner:
@@ -144,7 +198,8 @@ class AgentRunner:
         with self._changed:
             self._pending += sum(len(group.samples) for group in groups)
         try:
-            self._build_loops(groups)
+            missing = sorted({group.agent_name for group in groups} - self._loops.keys())
+            self._loops |= build_agent_loops(self._config, self._tokenizer, missing, self.endpoint)
         except Exception as error:
             self._fail(error)
             return
@@ -252,10 +307,6 @@ class AgentRunner:
         with self._changed:
             self._pending -= len(tasks)
             self._changed.notify_all()
-
-    def _build_loops(self, groups: Sequence[ConversationGroup]) -> None:
-        missing = sorted({group.agent_name for group in groups} - self._loops.keys())
-        self._loops |= build_agent_loops(self._config, self._tokenizer, missing, self.endpoint)
 
     def _start(self, groups: Sequence[ConversationGroup]) -> None:
         try:

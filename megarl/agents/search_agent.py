@@ -116,7 +116,7 @@ class SearchLoop(AgentLoop):
             if not transcript.observe(await self._observation(actions[-1])):
                 reason = "length"
                 break
-        return transcript.end(reason, _metrics(actions), {"answer": _answer(actions)})
+        return transcript.end(reason, _metrics(actions), {"answer": actions[-1].text if reason == "stop" else None})
 
     async def _observation(self, action: Action) -> list[int]:
         """Return the tokens of the environment's turn, tokenized separately."""
@@ -170,10 +170,6 @@ def format_hits(hits: Sequence[Hit]) -> str:
         return NO_HITS
     text = "\n".join(f"Doc {number}(Title: {hit.title}) {hit.text}" for number, hit in enumerate(hits, 1))
     return _TAGS.sub(" ", text)
-
-
-def _answer(actions: list[Action]) -> str | None:
-    return actions[-1].text if actions and actions[-1].kind == "answer" else None
 
 
 def _metrics(actions: list[Action]) -> dict[str, float]:

@@ -61,7 +61,7 @@ class PackedSamples:
 
     def unpack(self) -> list[FinishedSample]:
         """Return the samples, with NumPy arrays per token."""
-        rows = {name: _split(values, ends) for name, (values, ends) in self._columns.items()}
+        rows = {name: np.split(values, ends[:-1]) for name, (values, ends) in self._columns.items()}
         return [
             FinishedSample(name, Trajectory(**{**rest, **{column: rows[column][row] for column in RAGGED}}))
             for row, (name, rest) in enumerate(zip(self._names, self._rest, strict=True))
@@ -72,10 +72,6 @@ def _ragged(rows: Sequence[Integers | Sequence[float]], dtype: type) -> tuple[np
     """Values of all rows, and the end of each row in them."""
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
     return np.fromiter(itertools.chain.from_iterable(rows), dtype, int(ends[-1]) if rows else 0), ends
-
-
-def _split(values: np.ndarray, ends: np.ndarray) -> list[np.ndarray]:
-    return [values[begin:end] for begin, end in itertools.pairwise([0, *ends.tolist()])]
 
 
 def trajectories_to_batch(

@@ -229,7 +229,7 @@ class RewardManager:
             tasks = []
             for row in rows:
                 columns = {name: column[row] for name, column in samples.columns.items()}
-                tasks.append(self.tasks.build(row, columns, samples.prompt(row), samples.response(row)))
+                tasks.append(self.tasks.build(row, columns, samples.prompts[row], samples.responses[row]))
             results, late_counts = self.scorer.score(tasks)
             counts = counts.plus(late_counts)
         outcomes |= dict(zip(rows, results, strict=True))
@@ -281,8 +281,8 @@ class RewardManager:
             return f"the conversation of row {row} failed: {outcome.failure}"
         parts = {
             "data_source": samples.columns["data_source"][row],
-            "prompt": self.tasks.text(samples.prompt(row)),
-            "solution_str": self.tasks.text(samples.response(row)),
+            "prompt": self.tasks.text(samples.prompts[row]),
+            "solution_str": self.tasks.text(samples.responses[row]),
             "ground_truth": samples.columns["reward_model"][row]["ground_truth"],
         }
         sample = "\n".join(f"  {name}: {_excerpt(repr(value))}" for name, value in parts.items())
@@ -353,23 +353,15 @@ class _Samples:
         self.columns = batch.non_tensor_batch
         self.lengths: list[int] = batch.row_lengths("responses").tolist()
 
-    def prompt(self, row: int) -> np.ndarray:
-        """Token ids of the prompt of a row."""
-        ids: np.ndarray = self._prompts[row].numpy()
-        return ids
-
-    def response(self, row: int) -> np.ndarray:
-        """Token ids of the response of a row."""
-        ids: np.ndarray = self._responses[row].numpy()
-        return ids
+    @functools.cached_property
+    def prompts(self) -> list[np.ndarray]:
+        """Token ids of each prompt."""
+        return [ids.numpy() for ids in self._batch.unpadded("prompts", torch.int32)]
 
     @functools.cached_property
-    def _prompts(self) -> list[Tensor]:
-        return self._batch.unpadded("prompts", torch.int32)
-
-    @functools.cached_property
-    def _responses(self) -> list[Tensor]:
-        return self._batch.unpadded("responses", torch.int32)
+    def responses(self) -> list[np.ndarray]:
+        """Token ids of each response."""
+        return [ids.numpy() for ids in self._batch.unpadded("responses", torch.int32)]
 
 
 def with_scores(batch: BatchT, scores: Tensor, kept: Tensor) -> BatchT:

@@ -53,7 +53,8 @@ class Scorer:
             RewardError: a data source has no function, or no process for functions can be started.
         """
         outcomes, counts = self.runner.run([job for task in tasks for job in self.jobs(task)])
-        return self._sums(outcomes), counts
+        size = len(self.terms)
+        return [self.outcome_of(outcomes[at : at + size]) for at in range(0, len(outcomes), size)], counts
 
     def jobs(self, task: RewardTask) -> list[RewardJob]:
         """Return the jobs of a task, one per term.
@@ -62,11 +63,6 @@ class Scorer:
             RewardError: its data source has no function.
         """
         return [RewardJob(term.function(task.data_source), task) for term in self.terms]
-
-    def _sums(self, outcomes: Sequence[Outcome]) -> list[Outcome]:
-        """Sum the outcomes of the terms of each task."""
-        count = len(self.terms)
-        return [self.outcome_of(outcomes[at : at + count]) for at in range(0, len(outcomes), count)]
 
     def outcome_of(self, outcomes: Sequence[Outcome]) -> Outcome:
         """Return the outcome of a task: the sum of those of its jobs."""

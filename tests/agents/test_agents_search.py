@@ -112,7 +112,7 @@ def test_document_cannot_imitate_a_turn_or_an_answer(tokenizer, url):
     pieces=st.lists(st.sampled_from(["<answer>", "</answer>", "<ans", "wer>", "</", "<", "answer>", "9"]), max_size=9)
 )
 def test_documents_contain_no_tag(pieces):
-    assert not re.search("</?answer>", format_hits([Hit("t", "".join(pieces))]))
+    assert not re.search("</?answer>", format_hits([Hit("t\n" + "".join(pieces))]))
     assert (
         format_hits([]) == "No document matches this query."
         and information_turn(" x ") == "\n\n<information>x</information>\n\n"

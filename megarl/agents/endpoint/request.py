@@ -198,7 +198,9 @@ def parse_request(body: bytes) -> ChatRequest:
         reason = _REASONS.get(str(next(iter(problem.path), "")), "")
         text = f"{path or 'the body'}: {problem.message:.300}{'; ' if reason else ''}{reason}"
         raise ApiError(400, text, param=path)
-    _check_model(fields.get("model", MODEL))
+    if (model := fields.get("model", MODEL)) != MODEL:
+        text = f"the model {model!r:.100} does not exist; the policy is served as {MODEL!r}"
+        raise ApiError(404, text, code="model_not_found", param="model")
     temperature = fields.get("temperature")
     if temperature is not None and 0 < temperature < LOWEST_TEMPERATURE:
         text = f"temperature={temperature} is too small to divide by: 0 (greedy), or at least {LOWEST_TEMPERATURE}"
@@ -207,11 +209,15 @@ def parse_request(body: bytes) -> ChatRequest:
 
 
 def _request(fields: Mapping[str, Any]) -> ChatRequest:
-    fields = {name: int(value) if _is_integer(name) else value for name, value in fields.items()}  # accepts 5.0
+    integers = {name for name, schema in _SUPPORTED.items() if schema.get("type") == "integer"}
+    fields = {name: int(value) if name in integers else value for name, value in fields.items()}  # accepts 5.0
+    messages = tuple(_message(message, f"messages.{number}") for number, message in enumerate(fields["messages"]))
+    if messages[-1]["role"] == "assistant":
+        raise ApiError(400, "the last message must not be the assistant's", param="messages")
     stop, tools = fields.get("stop", ()), tuple(fields.get("tools", ()))
     limits = [fields[name] for name in ("max_tokens", "max_completion_tokens") if name in fields]
     return ChatRequest(
-        messages=_messages(fields["messages"]),
+        messages=messages,
         tools=tools,
         reads_calls=bool(tools) and fields.get("tool_choice", "auto") != "none",
         temperature=fields.get("temperature"),
@@ -228,10 +234,6 @@ def _request(fields: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-def _is_integer(name: str) -> bool:
-    return bool(_SUPPORTED.get(name, {}).get("type") == "integer")
-
-
 def _read_json(body: bytes) -> dict[str, Any]:
     try:
         fields = parse_json(body, parse_constant=_refuse_constant)
@@ -246,19 +248,6 @@ def _read_json(body: bytes) -> dict[str, Any]:
 
 def _refuse_constant(name: str) -> Any:
     raise ValueError(f"{name} is no number")
-
-
-def _check_model(name: str) -> None:
-    if name != MODEL:
-        text = f"the model {name!r:.100} does not exist; the policy is served as {MODEL!r}"
-        raise ApiError(404, text, code="model_not_found", param="model")
-
-
-def _messages(messages: Sequence[Mapping[str, Any]]) -> tuple[Message, ...]:
-    normalized = tuple(_message(message, f"messages.{number}") for number, message in enumerate(messages))
-    if normalized[-1]["role"] == "assistant":
-        raise ApiError(400, "the last message must not be the assistant's", param="messages")
-    return normalized
 
 
 def _message(message: Mapping[str, Any], path: str) -> Message:

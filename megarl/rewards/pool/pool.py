@@ -143,11 +143,8 @@ class RewardPool:
             return None
         if self._threads is None:
             self._threads = ThreadPoolExecutor(1, thread_name_prefix="reward-pool")
-        self._stream = RewardStream(self._threads, self._run_source)
+        self._stream = RewardStream(self._threads, lambda new: self._run(_Batch(self, new.put, new.counts), new))
         return self._stream
-
-    def _run_source(self, source: RewardStream) -> None:
-        self._run(_Batch(self, source.put, source.counts), source)
 
     def _run(self, batch: _Batch, source: RewardStream | None = None) -> None:
         """Run the jobs of a batch, and those that a source adds to it."""

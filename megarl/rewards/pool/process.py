@@ -123,15 +123,11 @@ class RewardProcess:
         self.pending.remove(index)
         self.has_answered = True
         self._restart_deadline()
-        self._record_span(index)
-        return index, Outcome(*message[1:])
-
-    def _record_span(self, index: int) -> None:
-        """Record the answered call in the timeline; it started with the previous message."""
-        if TRACER.recording and self.spec is not None:
+        if TRACER.recording and self.spec is not None:  # the call started with the previous message
             name = self.spec.spec.rpartition(":")[2]
             past_span(name, "reward", self._last_message_ns, f"reward process {self.pid}", row=index)
         self._last_message_ns = time.monotonic_ns()
+        return index, Outcome(*message[1:])
 
     def is_dead(self) -> bool:
         """Return whether the process has ended."""

@@ -128,11 +128,8 @@ class LocalSandbox:
         self.limits = limits or SandboxLimits()
         self.allow_unfiltered = allow_unfiltered
 
-    def run(self, source: str, stdin: str = "", timeout_s: float | None = None) -> Execution:
+    def run(self, source: str, stdin: str = "") -> Execution:
         """Run a program.
-
-        Args:
-            timeout_s: wall seconds, capped by the limits; None = the limits' value.
 
         Raises:
             InfrastructureFailure: this machine does not allow sandboxes, or has no filter of system calls.
@@ -142,12 +139,11 @@ class LocalSandbox:
                 f"no sandbox on this machine: no seccomp filter: {problem}; or use reward.sandbox.url, or "
                 "run programs unfiltered with reward.sandbox.allow_unfiltered=true"
             )
-        wall_s = min(timeout_s or self.limits.timeout_s, self.limits.timeout_s)
         # The program, its launcher, its files and its input all stay in memory.
         memory_mb = self.limits.memory_mb + self.limits.disk_mb + _LAUNCHER_MIB
         cgroup_of_program = open_memory_cgroup(memory_mb * _MIB + 4 * len(stdin))
         with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root, cgroup_of_program as cgroup:
-            spec = json.dumps(self._spec(root, source, stdin, wall_s)).encode()
+            spec = json.dumps(self._spec(root, source, stdin)).encode()
             status_r, status_w = os.pipe()
             try:
                 process = subprocess.Popen(
@@ -163,7 +159,7 @@ class LocalSandbox:
                 os.close(status_w)
             try:
                 memory = _limit_memory(process.pid, cgroup, self.limits)
-                output = _communicate(process, spec, self.limits, wall_s + _START_S, memory)
+                output = _communicate(process, spec, self.limits, self.limits.timeout_s + _START_S, memory)
             finally:
                 if process.poll() is None:
                     process.kill()  # its children die with it
@@ -172,20 +168,20 @@ class LocalSandbox:
                     report = file.readline()
         return _execution(json.loads(report) if report else {}, output)
 
-    def _spec(self, root: str, source: str, stdin: str, wall_s: float) -> dict[str, object]:
+    def _spec(self, root: str, source: str, stdin: str) -> dict[str, object]:
         limits = self.limits
         return {
             "root": root,
             "source": source,
             "stdin": stdin,
-            "wall_s": wall_s,
+            "wall_s": limits.timeout_s,
             "disk_mb": limits.disk_mb,
             "visible": visible_paths(),
             "filter": base64.b64encode(system_call_filter().program).decode(),
             "argv": [sys.executable, "-I", "-X", "utf8", f"{HOME}/main.py"],
             "env": {"PATH": "/usr/bin:/bin", "HOME": HOME, "TMPDIR": HOME, "OMP_NUM_THREADS": "1"},
             "rlimits": {
-                "RLIMIT_CPU": max(1, round(wall_s + 0.5)),
+                "RLIMIT_CPU": max(1, round(limits.timeout_s + 0.5)),
                 "RLIMIT_AS": limits.memory_mb * _MIB,
                 "RLIMIT_FSIZE": limits.disk_mb * _MIB,
                 "RLIMIT_NOFILE": limits.max_open_files,

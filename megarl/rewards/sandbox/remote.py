@@ -19,14 +19,12 @@ class RemoteSandbox:
     Args:
         timeout_s: seconds for the compilation, and for the run.
         memory_mb: memory of the program, in MiB.
-        language: the service's name of the language.
     """
 
-    def __init__(self, url: str, timeout_s: float = 10.0, memory_mb: int = 1024, language: str = "python") -> None:
+    def __init__(self, url: str, timeout_s: float = 10.0, memory_mb: int = 1024) -> None:
         self.url = url
         self.timeout_s = timeout_s
         self.memory_mb = memory_mb
-        self.language = language
 
     async def run(self, source: str, stdin: str = "") -> Execution:
         """Run a program.
@@ -38,7 +36,7 @@ class RemoteSandbox:
         body = {
             "code": source,
             "stdin": stdin,
-            "language": self.language,
+            "language": "python",
             "compile_timeout": self.timeout_s,
             "run_timeout": self.timeout_s,
             "memory_limit_MB": self.memory_mb,
