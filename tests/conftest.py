@@ -85,7 +85,7 @@ LONGEST = (
     "config/test_config_compose.py",
     "e2e/test_e2e_bad_input.py",
     "e2e/test_e2e_elastic.py",
-    "trainer/test_trainer_rollout_service.py",
+    "samples/test_samples_service.py",
     "config/test_config_sweeps.py",
     "megatron/test_megatron_lora.py",
     "trainer/test_trainer_watchdog.py",

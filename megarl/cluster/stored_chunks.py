@@ -23,7 +23,7 @@ from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_value
 RUN_GAIN = 8
 """A column is stored as runs of equal values if that takes this factor less memory."""
 _SAMPLE = 4096
-"""A column with many runs among its first values is not searched further."""
+"""First values of a column that are searched for runs; a column with many runs there is stored as it is."""
 
 
 class RunValues(NamedTuple):

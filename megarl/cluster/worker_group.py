@@ -190,21 +190,21 @@ class WorkerGroup:
     def row_map(self, verb: str) -> RowMap:
         """Return a map that runs row functions on the processes that own the results of a ``SPLIT`` verb.
 
-        Each process gets its rows of the verb, so that the columns of the verb do not leave their nodes. Only a map
-        that keeps rows ``together`` may move some.
+        Each process gets its rows of the verb, so that the columns of the verb do not leave their nodes. Only
+        ``group_by`` repartitions rows, so that a group is on one process.
 
         Args:
             verb: its rows on each process are those of the functions.
         """
 
         def map_rows(
-            function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, together: str | None = None
+            function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, group_by: str | None = None
         ) -> tuple[DataProto, list[Any]]:
-            if together is None:
+            if group_by is None:
                 rows = self.partition(verb, batch).rows
                 partition = Partition(rows[: len(batch)])  # further ranks would get copies of row 0
             else:
-                partition = partition_groups(batch, self.layout.dp, batch.non_tensor_batch[together])
+                partition = partition_groups(batch, self.layout.dp, batch.non_tensor_batch[group_by])
             return self._map_rows(partition, function, columns, batch, *args)
 
         return map_rows
@@ -348,7 +348,7 @@ class WorkerGroup:
         """Kill the processes."""
         for actor in self._actors.values():
             ray.kill(actor)
-        self._actors, self._processes = {}, {}
+        self._actors.clear()
 
     if not TYPE_CHECKING:  # a type checker knows the verbs from the classes of role_groups
 

@@ -29,7 +29,7 @@ _WORK_PER_PART = 256
 
 
 class Capacity(NamedTuple):
-    """A second weight of every item, and the limit of its sum per part."""
+    """Token capacity per micro-batch: a second knapsack constraint beside the costs."""
 
     weights: np.ndarray
     limit: float

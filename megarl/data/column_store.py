@@ -23,7 +23,7 @@ from torch.nn import functional
 from megarl.base.errors import DataError
 from megarl.data.columns import COLUMNS, Column, Widths, column_widths
 from megarl.data.ragged import (
-    EndValues,
+    TerminalValues,
     JoinedPlaces,
     RaggedColumn,
     Rows,
@@ -171,7 +171,7 @@ class Columns(Mapping[str, Tensor]):
     def ends(self, name: str) -> Tensor | None:
         """See :meth:`megarl.data.DataProto.ends`."""
         stored = self.stored[name]
-        if not isinstance(stored, RaggedColumn) or not isinstance(stored.values, EndValues):
+        if not isinstance(stored, RaggedColumn) or not isinstance(stored.values, TerminalValues):
             return None
         return torch.from_numpy(np.where(stored.lengths > 0, stored.values.ends, 0))
 
@@ -181,7 +181,7 @@ class Columns(Mapping[str, Tensor]):
         for name, values in ends.items():
             lengths, starts, width = self._region(COLUMNS[name])
             column, dtype = COLUMNS[name], dtype_name(values.dtype)
-            stored = EndValues(values.detach().cpu().numpy())
+            stored = TerminalValues(values.detach().cpu().numpy())
             columns[name] = RaggedColumn(stored, lengths, starts, width, dtype, column.alignment, None, column.pad)
         return Columns(columns)
 

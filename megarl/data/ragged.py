@@ -24,7 +24,7 @@ Regions = Mapping[Alignment, tuple[np.ndarray, np.ndarray | None]]
 """Lengths of the rows, and starts (see :class:`RaggedColumn`), of the columns of each alignment."""
 
 
-class EndValues(NamedTuple):
+class TerminalValues(NamedTuple):
     """Values that are zero except at the last entry of each row, such as scores of responses.
 
     Attributes:
@@ -61,7 +61,7 @@ class RaggedColumn(NamedTuple):
 
     Attributes:
         values: ``[sum of lengths, ...]``, all rows in order, in this process or remote; bfloat16 as int16 bits; or
-            :class:`EndValues` or :class:`RowValues`; None = all ones.
+            :class:`TerminalValues` or :class:`RowValues`; None = all ones.
         lengths: ``[b]`` entries per row.
         starts: ``[b]`` position of a row's first entry in the padded tensor; None = it follows from the alignment.
         width: width of the padded tensor.
@@ -71,7 +71,7 @@ class RaggedColumn(NamedTuple):
         default_pad: padding value of the column's declaration.
     """
 
-    values: np.ndarray | RemoteValues | EndValues | RowValues | None
+    values: np.ndarray | RemoteValues | TerminalValues | RowValues | None
     lengths: np.ndarray
     starts: np.ndarray | None
     width: int
@@ -151,7 +151,7 @@ class RaggedColumn(NamedTuple):
             return self.values.fetch(self.lengths)
         if isinstance(self.values, RowValues):
             return self.values.dense()
-        return self.values.dense(self.lengths) if isinstance(self.values, EndValues) else self.values
+        return self.values.dense(self.lengths) if isinstance(self.values, TerminalValues) else self.values
 
     def local(self) -> RaggedColumn:
         """Return the column with its values in one array of this process; end values, and values on the way, stay."""
@@ -185,8 +185,8 @@ class RaggedColumn(NamedTuple):
             return selected
         if isinstance(self.values, RemoteValues):
             return selected._replace(values=self.values._replace(places=rows.of(self.values.places)))
-        if isinstance(self.values, EndValues):
-            return selected._replace(values=EndValues(rows.of(self.values.ends)))
+        if isinstance(self.values, TerminalValues):
+            return selected._replace(values=TerminalValues(rows.of(self.values.ends)))
         if isinstance(self.values, RowValues) and len(rows.rows):
             return selected._replace(values=RowValues([self.values.rows[row] for row in rows.rows.tolist()]))
         array = self.values.dense() if isinstance(self.values, RowValues) else self.values
@@ -235,10 +235,10 @@ def join_ragged(
     lengths = np.concatenate([column.lengths for column in columns])
     if rows is not None:
         lengths, starts = lengths[rows], None if starts is None else starts[rows]
-    values: np.ndarray | RemoteValues | EndValues | None
-    if all(isinstance(column.values, EndValues) for column in columns):
-        ends = np.concatenate([column.values.ends for column in columns if isinstance(column.values, EndValues)])
-        values = EndValues(ends if rows is None else ends[rows])
+    values: np.ndarray | RemoteValues | TerminalValues | None
+    if all(isinstance(column.values, TerminalValues) for column in columns):
+        ends = np.concatenate([column.values.ends for column in columns if isinstance(column.values, TerminalValues)])
+        values = TerminalValues(ends if rows is None else ends[rows])
     else:
         values = _join_remote(columns, rows, {} if joined is None else joined) or _join_values(columns, rows)
     return first._replace(values=values, lengths=lengths, starts=starts, width=total, pad=pad)

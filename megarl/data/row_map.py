@@ -24,13 +24,13 @@ class RowMap(Protocol):
         columns: Sequence[str],
         batch: DataProto,
         *args: Any,
-        together: str | None = None,
+        group_by: str | None = None,
     ) -> tuple[DataProto, list[Any]]:
         """Run a function on the parts of a batch.
 
         Args:
             columns: those that the function reads, tensors and others; absent ones are left out.
-            together: non-tensor column; rows with equal values are in one part, such as the responses to one prompt.
+            group_by: non-tensor column; rows with equal values are in one part, such as the responses to one prompt.
                 None: each part is any rows.
 
         Returns:
@@ -40,7 +40,7 @@ class RowMap(Protocol):
 
 
 def map_in_process(
-    function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, together: str | None = None
+    function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, group_by: str | None = None
 ) -> tuple[DataProto, list[Any]]:
     """Run a row function on the whole batch in this process; a :class:`RowMap`."""
     result, facts = function(batch.present(columns), *args)

@@ -205,8 +205,8 @@ def build_plan(
         element_bytes: size of a sent element; parameters kept in float32 always take 4 bytes.
         placement: node and device of every rank; None = all on one node, each on its own device.
         wave_replicas: replicas of a wave; None = one wave of all replicas.
-        together: the parts of a matrix travel soon after each other, for engines that quantize complete matrices; see
-            :func:`~megarl.sharding.schedule.schedule_buckets`.
+        together: keep the slices of a matrix in nearby buckets, so that an engine that quantizes complete
+            matrices buffers few of them; see :func:`~megarl.sharding.schedule.schedule_buckets`.
 
     Returns:
         The plan. The same arguments give the same plan in every process.

@@ -63,9 +63,9 @@ def map_over(plan: Rows) -> RowMap:
     """Return a row map over these parts; over as many parts of whole groups where rows stay together."""
 
     def map_rows(
-        function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, together: str | None = None
+        function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, group_by: str | None = None
     ) -> tuple[DataProto, list[Any]]:
-        groups = None if together is None else batch.non_tensor_batch[together]
+        groups = None if group_by is None else batch.non_tensor_batch[group_by]
         partition = Partition(plan) if groups is None else partition_groups(batch, len(plan), groups)
         results, facts = [], []
         for part in partition.split(batch.present(columns), write=WorkerChunk):

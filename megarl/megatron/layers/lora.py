@@ -37,8 +37,8 @@ class LowRankAdapter(nn.Module):
     and a whole M. Under sequence parallelism a whole tensor sees a part of the tokens: the mark on it makes Megatron
     sum its gradients.
 
-    Megatron's experts and megarl's output layer exchange tokens outside the layer: each rank that shares the layer has
-    all tokens, and the ranks' input gradients (of a row-parallel layer: outputs) are summed later.
+    Megatron's experts and megarl's output layer do their TP communication outside the linear layer (explicit expert
+    communication): each TP rank sees all tokens, and input gradients (row-parallel: outputs) are summed later.
 
     Args:
         sequence_parallel: the layer's inputs or outputs are split over the group by sequence.

@@ -70,7 +70,7 @@ class RankTurns:
         self._taken = 0
 
     def call(self, rank: int) -> None:
-        """Rank 0: give a rank its next turn."""
+        """Rank 0: release a rank from the barrier."""
         store = _get_default_store()
         store.set(f"{self._key}/{rank}/{store.add(f'{self._key}/{rank}', 1)}", "")
 
@@ -79,7 +79,7 @@ class RankTurns:
         _get_default_store().set(f"{self._key}/failed", reason)
 
     def wait(self) -> None:
-        """Wait for this rank's next turn; raises if rank 0 failed, or gave none within the longest wait."""
+        """Wait until rank 0 releases this rank; raises if rank 0 failed, or did not within the longest wait."""
         self._taken += 1
         store, key = _get_default_store(), f"{self._key}/{self._rank}/{self._taken}"
         self._barrier.wait_for_key(store, key, f"{self._key}/failed")

@@ -42,7 +42,7 @@ SAMPLES_PER_VALIDATION_IN_REPORT = 64
 class StepMetrics(Callback):
     """Computes the metrics of the batch: progress, scores, lengths, throughput, balance and rollout mismatch.
 
-    Adds those of groups without an update, which returns the other groups' metrics.
+    Also collects the pass metrics of frozen roles; trained roles report theirs with the update.
 
     Args:
         actor: worker group of the actor.

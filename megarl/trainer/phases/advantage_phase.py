@@ -245,9 +245,9 @@ class AdvantagePhase:
             correction=correction,
             mean_weight=1.0 if self.correction is None else self.correction.mean_weight(batch, self.rows),
         )
-        rows, together = (map_in_process if scope == "batch" else self.rows), GROUPS if scope != "rows" else None
+        rows, group_by = (map_in_process if scope == "batch" else self.rows), GROUPS if scope != "rows" else None
         read = [*estimate_columns(self.estimate, correction), *(terms.columns if terms else ())]
-        return rows(advantages_of_rows, [*dict.fromkeys(read)], batch, options, terms, together=together)
+        return rows(advantages_of_rows, [*dict.fromkeys(read)], batch, options, terms, group_by=group_by)
 
 
 def _check_states(batch: DataProto, turn_counts: Tensor, counted: Tensor) -> None:

@@ -17,7 +17,7 @@ from megarl.data import DataProto
 from megarl.models import ParallelLayout
 
 ROW_VERB = "compute_log_prob"
-"""Verb of the actor whose rows on each process are also those of the row functions of a step."""
+"""Row functions use the data-parallel partition of this verb, so that its columns stay on their nodes."""
 
 
 @dataclass(frozen=True)
