@@ -145,7 +145,7 @@ class RaySession:
             return self._end(error)
 
     def _end(self, error: BaseException | None) -> bool:
-        """Shut down after the block; return whether to ignore its exception, since Ray died after the run had finished."""
+        """Shut down after the block; return whether to ignore its exception: Ray died after the run had finished."""
         lost, finished, number = self.lost(), error is None or self._watch.finished, ending_signal()
         self.close(keep_logs=lost is not None or isinstance(error, Exception))
         if lost is not None and ray.is_initialized():  # the GCS

@@ -23,10 +23,10 @@ from torch.nn import functional
 from megarl.base.errors import DataError
 from megarl.data.columns import COLUMNS, Column, Widths, column_widths
 from megarl.data.ragged import (
-    TerminalValues,
     JoinedPlaces,
     RaggedColumn,
     Rows,
+    TerminalValues,
     dtype_name,
     join_ragged,
     regions_of,
