@@ -1,52 +1,62 @@
-"""The rollout replicas of a training job: weight syncs, devices that they share, and replacement of lost ones."""
+"""The rollout replicas of a training job in each mode: weight syncs, shared devices, replacement of lost replicas."""
 
 from __future__ import annotations
 
 import logging
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
-from dataclasses import dataclass
-from typing import TypeVar
+from typing import ClassVar, TypeVar
 
 from megarl.base.errors import WeightSyncError, WorkerError
+from megarl.base.reductions import Metrics
 from megarl.cluster import WorkerFailed, WorkerSilent
 from megarl.cluster.replica_processes import ReplicaProcess, replica_processes
 from megarl.cluster.role_groups import RolloutGroup
 from megarl.cluster.sharding_manager import ShardingManager
+from megarl.rollout.router_stats import RouterStats
 from megarl.rollout.serving import HeldRequests
 from megarl.samples.elastic_replicas import ElasticReplicas
 from megarl.samples.hybrid_replicas import HybridReplicas
+from megarl.samples.idle_clock import IdleClock
 from megarl.samples.rollout_group import restart_replicas
+from megarl.samples.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
 
 
-@dataclass
 class Replicas:
-    """Rollout replicas, which serve the weights of the last sync.
+    """Rollout replicas that take turns with the trainer on its devices: synchronous training.
+
+    No conversation is in flight between a batch and the next step.
+
+    Args:
+        group: their processes.
+        connect: plans the weight sync from the actor to these ranks of the group, and connects both sides.
+        pending: returns the device bytes that the other roles have yet to allocate on the devices of each replica.
 
     Attributes:
-        group: their processes.
-        sharding_manager: sends the actor's weights to them.
-        connect: builds a sharding manager for these ranks of the group.
-        pending: returns the device bytes that the other roles have yet to allocate on the devices of each replica.
-        elastic: lets replicas join and leave; None = a lost one is replaced before the run goes on.
-        hybrid: replicas on the trainer's devices, which serve while the trainer waits; None = there are none.
+        across_steps: whether conversations go on after a batch, so that a weight sync admits prompts.
+        separate: whether the replicas have devices of their own, and generate while the trainer trains.
+        sharding_manager: sends the actor's weights to the replicas.
     """
 
-    group: RolloutGroup
-    sharding_manager: ShardingManager
-    connect: Callable[[Sequence[int]], ShardingManager]
-    pending: Callable[[], Mapping[int, int | None]]
-    elastic: ElasticReplicas | None = None
-    hybrid: HybridReplicas | None = None
-    _leaving: Collection[int] = ()
+    across_steps: ClassVar[bool] = False
+    separate: ClassVar[bool] = False
+    _after_loss = "is replaced"
+
+    def __init__(
+        self,
+        group: RolloutGroup,
+        connect: Callable[[Sequence[int]], ShardingManager],
+        pending: Callable[[], Mapping[int, int | None]],
+    ) -> None:
+        self.group, self._connect, self._pending = group, connect, pending
+        self.sharding_manager = connect(group.ranks)
 
     def processes(self) -> dict[int, ReplicaProcess]:
         """Return the processes of the replicas that serve, by number."""
-        idle = {*self._leaving, *(self.hybrid.ranks if self.hybrid and not self.hybrid.serve else ())}
-        return {number: process for number, process in replica_processes(self.group).items() if number not in idle}
+        return replica_processes(self.group)
 
     @property
     def weight_version(self) -> int:
@@ -57,41 +67,53 @@ class Replicas:
     def weight_version(self, version: int) -> None:
         self.sharding_manager.version = version
 
-    def sync_weights(self) -> dict[str, float]:
-        """Send the actor's weights to the rollout replicas; see :meth:`ShardingManager.sync_weights`."""
-        metrics = self._retry_with_new_replicas(lambda: self.sharding_manager.sync_weights())
-        self._end_sync()
-        return metrics
-
-    def pause_engines(self) -> None:
-        """Interrupt all requests and free the engines' memory for training; a sync in flight continues the requests."""
-        self._retry_with_new_replicas(lambda: self.sharding_manager.pause_engines())
-
-    def sync_weights_in_flight(self) -> tuple[dict[str, float], list[HeldRequests]]:
-        """Send the actor's weights between two tokens; see :meth:`ShardingManager.sync_weights_in_flight`."""
-        version = self.weight_version
-
-        def sync() -> tuple[dict[str, float], list[HeldRequests]]:
-            self.weight_version = version  # a repetition sends the same weights under the same version
-            return self.sharding_manager.sync_weights_in_flight()
-
-        result = self._retry_with_new_replicas(sync)
-        self._end_sync()
-        return result
-
-    def _end_sync(self) -> None:
-        if self.hybrid is not None:
-            self.hybrid.serve = self.hybrid.in_use
-
-    def free_engines(self) -> None:
-        """Free the engines' device memory for training."""
-        self._retry_with_new_replicas(lambda: self.sharding_manager.free_engines())
-
-    def ready_engines(self) -> None:
-        """Restore the engines before another rollout with the same weights, if their memory was freed."""
+    def ready(self) -> None:
+        """Let the engines generate with the weights that they have."""
         if not self.sharding_manager.in_sync:
             self.weight_version -= 1  # the same weights keep their version
             self.sync_weights()
+
+    def free(self) -> None:
+        """Free the engines' device memory for training; no request is in flight."""
+        self._retry_with_new_replicas(lambda: self.sharding_manager.free_engines())
+
+    def end_batch(self, rollouts: Rollouts) -> Metrics:
+        """Free the devices that the trainer shares with engines; return the metrics of the engines, if known."""
+        metrics = rollouts.finish().metrics() | rollouts.runners.endpoint_metrics()
+        self.free()
+        return metrics
+
+    def sync_weights(self) -> Metrics:
+        """Send the actor's weights to idle replicas; see :meth:`ShardingManager.sync_weights`."""
+        return self._retry_with_new_replicas(lambda: self.sharding_manager.sync_weights())
+
+    def sync(self, rollouts: Rollouts, idle: IdleClock, wait_ended: Callable[[], None] | None) -> Metrics:
+        """Send the actor's weights to the replicas; conversations in flight go on with them.
+
+        Args:
+            rollouts: conversations on the replicas.
+            idle: waits of the trainer since the last sync.
+            wait_ended: waits until no conversation of training is in flight; None = interrupt them instead.
+
+        Returns:
+            Metrics of the sync; in asynchronous modes also of engines and trainer since the last one.
+        """
+        return self.sync_weights()
+
+    def replace(self, lost: Collection[int]) -> None:
+        """Replace lost replicas by new processes; they get the weights with the next sync.
+
+        Raises:
+            WorkerError: a new process failed.
+        """
+        restart_replicas(self.group, lost, self._pending())
+        self._reconnect()
+
+    def _reconnect(self, unused: Collection[int] = ()) -> None:
+        """Plan the weight sync for the present replicas without the unused ones."""
+        version = self.weight_version
+        self.sharding_manager = self._connect([rank for rank in self.group.ranks if rank not in unused])
+        self.weight_version = version
 
     def _retry_with_new_replicas(self, action: Callable[[], _Result]) -> _Result:
         """Run an action on all replicas; replace dead replicas and retry, at most once per replica."""
@@ -103,64 +125,149 @@ class Replicas:
                 if not lost:
                     raise
                 numbers = ", ".join(map(str, lost))
-                consequence = "is replaced" if self.elastic is None else "leaves the run until it can join again"
-                logger.warning("rollout replica %s is lost and %s: %s", numbers, consequence, error)
+                logger.warning("rollout replica %s is lost and %s: %s", numbers, self._after_loss, error)
                 self.replace(lost)
         return action()
 
+
+class ColocatedReplicas(Replicas):
+    """Rollout replicas on the trainer's devices that pause from the end of a batch until the next weights."""
+
+    across_steps = True
+
+    def ready(self) -> None:
+        """Do nothing: the last sync has resumed the engines."""
+
+    def end_batch(self, rollouts: Rollouts) -> Metrics:
+        """Interrupt all requests and free the engines' memory for training; a sync in flight continues the requests."""
+        self._retry_with_new_replicas(lambda: self.sharding_manager.pause_engines())
+        return {}
+
+    def sync(self, rollouts: Rollouts, idle: IdleClock, wait_ended: Callable[[], None] | None) -> Metrics:
+        """Send the actor's weights, and continue the interrupted responses; see :meth:`Replicas.sync`."""
+        metrics = self._sync_in_flight(rollouts)
+        rollouts.update_replicas()  # a new replica gets its share of the conversations
+        return metrics | {"rollout_service/replicas": float(len(self.processes()))}
+
+    def _sync_in_flight(self, rollouts: Rollouts) -> Metrics:
+        """Replace the weights between two tokens of the responses in flight."""
+        version = self.weight_version
+
+        def sync() -> tuple[Metrics, list[HeldRequests]]:
+            self.weight_version = version  # a repetition sends the same weights under the same version
+            return self.sharding_manager.sync_weights_in_flight()
+
+        metrics, paused = self._retry_with_new_replicas(sync)
+        stats = rollouts.runners.take_stats() if rollouts.is_open else RouterStats()
+        return _service_metrics(0.0, paused) | stats.metrics() | metrics
+
+
+class DisaggregatedReplicas(ColocatedReplicas):
+    """Rollout replicas with devices of their own, which generate while the trainer trains.
+
+    Args:
+        group, connect, pending: see :class:`Replicas`.
+        elastic: lets replicas join and leave; None = a lost one is replaced before the run goes on.
+        hybrid: replicas on the trainer's devices, which serve while the trainer waits; None = there are none.
+    """
+
+    separate = True
+
+    def __init__(
+        self,
+        group: RolloutGroup,
+        connect: Callable[[Sequence[int]], ShardingManager],
+        pending: Callable[[], Mapping[int, int | None]],
+        elastic: ElasticReplicas | None = None,
+        hybrid: HybridReplicas | None = None,
+    ) -> None:
+        super().__init__(group, connect, pending)
+        self._elastic, self._hybrid = elastic, hybrid
+        if elastic is not None:
+            self._after_loss = "leaves the run until it can join again"
+        self._leaving: Collection[int] = ()
+        self._switch_s = 0.0
+
+    def processes(self) -> dict[int, ReplicaProcess]:
+        """Return the processes of the replicas that serve, by number."""
+        idle = {*self._leaving, *(self._hybrid.ranks if self._hybrid and not self._hybrid.serve else ())}
+        return {number: process for number, process in super().processes().items() if number not in idle}
+
+    def end_batch(self, rollouts: Rollouts) -> Metrics:
+        """Take the trainer's devices back from the hybrid replicas, if they serve; the others generate on."""
+        if self._hybrid is not None and self._hybrid.serve:
+            started, self._hybrid.serve = time.perf_counter(), False
+            rollouts.update_replicas()
+            self.free()
+            seconds = time.perf_counter() - started
+            self._hybrid.note_switch(seconds)
+            self._switch_s += seconds
+        return {}
+
+    def sync_weights(self) -> Metrics:
+        """Send the actor's weights to idle replicas; see :meth:`ShardingManager.sync_weights`."""
+        metrics = super().sync_weights()
+        self._serve_hybrid()
+        return metrics
+
+    def sync(self, rollouts: Rollouts, idle: IdleClock, wait_ended: Callable[[], None] | None) -> Metrics:
+        """Let replicas join and leave, and send the actor's weights; see :meth:`Replicas.sync`."""
+        self._update(rollouts, idle.waited_s)
+        if wait_ended is None:
+            metrics = self._sync_in_flight(rollouts)
+            self._serve_hybrid()
+            rollouts.update_replicas()
+        else:
+            started = time.perf_counter()
+            wait_ended()
+            stats = rollouts.finish()
+            waited = _service_metrics(time.perf_counter() - started)
+            metrics = waited | stats.metrics() | self.sync_weights()
+        metrics["rollout_service/replicas"] = float(len(self.processes()))
+        metrics["rollout_service/switch_s"], self._switch_s = self._switch_s, 0.0
+        return metrics | idle.metrics(metrics.get("rollout/replica_utilization/mean", 0.0))
+
     def replace(self, lost: Collection[int]) -> None:
-        """Replace lost replicas by new processes; they get the weights with the next sync. Elastic ones leave.
+        """Replace lost replicas by new processes; elastic ones leave until they can join again.
 
         Raises:
             WorkerError: a new process failed.
             ReplicasMissing: too few elastic replicas are left.
         """
-        if self.elastic is None:
-            restart_replicas(self.group, lost, self.pending())
+        if self._elastic is None:
+            super().replace(lost)
         else:
-            self.elastic.lose(lost)
-        self._reconnect()
-
-    def update(self, move_requests: Callable[[], None], waited_s: float) -> None:
-        """Let elastic replicas join and leave before a weight sync, and decide about the hybrid ones.
-
-        Args:
-            move_requests: moves the requests of the leaving replicas to those of :meth:`processes`.
-            waited_s: wait of the trainer since the last sync, in seconds.
-        """
-        if self.hybrid is not None and self.hybrid.decide(waited_s):
+            self._elastic.lose(lost)
             self._reconnect()
-        if self.elastic is None:
+
+    def _serve_hybrid(self) -> None:
+        if self._hybrid is not None:
+            self._hybrid.serve = self._hybrid.in_use
+
+    def _update(self, rollouts: Rollouts, waited_s: float) -> None:
+        """Let elastic replicas join and leave before a weight sync, and decide about the hybrid ones."""
+        if self._hybrid is not None and self._hybrid.decide(waited_s):
+            self._reconnect()
+        if self._elastic is None:
             return
-        if leaving := self.elastic.leaving():
+        if leaving := self._elastic.leaving():
             self._leaving = leaving
-            move_requests()
-            self.elastic.end(leaving)
+            rollouts.update_replicas()
+            self._elastic.end(leaving)
             self._leaving = ()
-        if self.elastic.admit() or leaving:
+        if self._elastic.admit() or leaving:
             self._reconnect()
 
-    def return_devices(self, move_requests: Callable[[], None]) -> float:
-        """Take the trainer's devices back from the hybrid replicas; return the seconds that it took.
+    def _reconnect(self, unused: Collection[int] = ()) -> None:
+        super()._reconnect(self._hybrid.ranks if self._hybrid and not self._hybrid.in_use else unused)
 
-        Args:
-            move_requests: moves their requests to the replicas of :meth:`processes`.
-        """
-        if self.hybrid is None or not self.hybrid.serve:
-            return 0.0
-        started, self.hybrid.serve = time.perf_counter(), False
-        move_requests()
-        self.free_engines()
-        seconds = time.perf_counter() - started
-        self.hybrid.note_switch(seconds)
-        return seconds
 
-    def _reconnect(self) -> None:
-        """Plan the weight sync for the present replicas."""
-        version = self.weight_version
-        unused = self.hybrid.ranks if self.hybrid and not self.hybrid.in_use else ()
-        self.sharding_manager = self.connect([rank for rank in self.group.ranks if rank not in unused])
-        self.sharding_manager.version = version
+def _service_metrics(waited_s: float, paused: Sequence[HeldRequests] = ()) -> Metrics:
+    return {
+        "rollout_service/sync_wait_s": waited_s,
+        "rollout_service/interrupted": float(sum(requests.requests for requests in paused)),
+        "rollout_service/recomputed_tokens": float(sum(requests.tokens for requests in paused)),
+    }
 
 
 def _lost_ranks(error: BaseException | None, role: str) -> list[int]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -13,15 +12,13 @@ from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, Stor
 from megarl.base.errors import StepImpossible, WeightSyncError
 from megarl.base.reductions import Metrics
 from megarl.base.signals import while_waiting
-from megarl.config.schema.async_training import COLOCATED, DISAGGREGATED, SYNC
+from megarl.config.schema.async_training import SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
 from megarl.rewards.manager import Failures
 from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION
-from megarl.rollout.router_stats import RouterStats
-from megarl.rollout.serving import HeldRequests
 from megarl.samples.idle_clock import IdleClock
 from megarl.samples.ledger import AdmissionRule, GroupLedger
 from megarl.samples.replicas import Replicas
@@ -96,7 +93,6 @@ class SampleService:
         replicas: Replicas,
     ) -> None:
         self.config, self.keys = config, config.async_training
-        self.mode = self.keys.mode
         self.ledger, self.prompts = ledger, prompts
         self.rollouts, self.rewards, self.replicas = rollouts, rewards, replicas
         self.selection = GroupSelection(config)
@@ -105,7 +101,6 @@ class SampleService:
         self._scored: dict[int, ScoredGroups] = {}
         self._dropped: dict[int, ScoredGroups] = {}
         self._idle = IdleClock()
-        self._switch_s = 0.0
         self._error: Exception | None = None
         self._unsent: list[int] = []
 
@@ -130,11 +125,11 @@ class SampleService:
         for _ in range(self.keys.sync_interval):
             with phase("gen"):
                 numbers = self._collect()
-                metrics = self._staleness(numbers) | self._return_devices()
+                metrics = self._staleness(numbers) | self.replicas.end_batch(self.rollouts)
                 built = self._build(numbers)
             with phase("reward"):
                 batch, finished = self._finish(numbers, built)
-            with while_waiting(self._receive_meanwhile) if self.mode == DISAGGREGATED else nullcontext():
+            with while_waiting(self._receive_meanwhile) if self.replicas.separate else nullcontext():
                 yield batch, finished | metrics
 
     def sync_weights(self) -> Metrics:
@@ -144,20 +139,13 @@ class SampleService:
             Metrics of the sync; in asynchronous modes also of engines and trainer since the last one.
         """
         self._raise_error()
-        if self.mode == SYNC:
-            metrics: Metrics = self.replicas.sync_weights()
-            self.ledger.sync()
-            return metrics
-        self.replicas.update(self.rollouts.update_replicas, self._idle.waited_s)
         in_flight = self.keys.partial_rollout and self.ledger.running
-        metrics = self._sync_in_flight() if in_flight or self.mode == COLOCATED else self._sync_when_idle()
+        metrics = self.replicas.sync(self.rollouts, self._idle, None if in_flight else self._wait_ended)
         self.ledger.sync()
-        metrics["rollout_service/replicas"] = float(len(self.replicas.processes()))
-        if self.mode == DISAGGREGATED:
-            metrics["rollout_service/switch_s"], self._switch_s = self._switch_s, 0.0
-            metrics |= self._idle.metrics(metrics.get("rollout/replica_utilization/mean", 0.0))
-        self._admit()
-        return metrics | self.rollouts.runners.endpoint_metrics()
+        if self.replicas.across_steps:
+            self._admit()
+            metrics |= self.rollouts.runners.endpoint_metrics()
+        return metrics
 
     def state_dict(self) -> dict[str, Any]:
         """Return the work in flight for a checkpoint; empty if the next group follows from the step.
@@ -165,7 +153,7 @@ class SampleService:
         That is the ledger, the prompts of untrained groups, their finished samples, and the turns of the others.
         Without partial rollouts there are no turns, since their samples have one weight version.
         """
-        if self.mode == SYNC and not self.ledger.untrained and not self.ledger.dropped:
+        if not self.replicas.across_steps and not self.ledger.untrained and not self.ledger.dropped:
             return {}
         try:
             self._receive(0.0)
@@ -207,8 +195,7 @@ class SampleService:
 
     def _collect(self) -> list[int]:
         """Wait until the groups of a batch are complete; return their numbers in the order of admission."""
-        if self.mode == SYNC:
-            self.replicas.ready_engines()
+        self.replicas.ready()
         self._admit()
         with self._idle.waiting():
             while (numbers := self._next_groups()) is None:
@@ -238,25 +225,13 @@ class SampleService:
         version, admitted = self.ledger.version, self._varied(numbers)
         trajectories = self._trajectories(admitted)
         check_staleness(trajectories, version + 1, self.ledger.rule.bound)
-        if self.mode == SYNC:
+        if not self.rollouts.with_versions:
             return {}
         staleness = [self.ledger.staleness(number) for number in admitted]
         return staleness_metrics(trajectories, version + 1, staleness) | {
             "rollout_service/finished": float(len(self.ledger.finished) - len(admitted)),
             "rollout_service/running": float(len(self.ledger.running)),
         }
-
-    def _return_devices(self) -> Metrics:
-        """Free the devices that the trainer shares with engines; return the metrics of the engines, if known."""
-        if self.mode == SYNC:
-            metrics = self.rollouts.finish().metrics() | self.rollouts.runners.endpoint_metrics()
-            self.replicas.free_engines()
-            return metrics
-        if self.mode == COLOCATED:
-            self.replicas.pause_engines()
-        else:
-            self._switch_s += self.replicas.return_devices(self.rollouts.update_replicas)
-        return {}
 
     def _build(self, numbers: Sequence[int]) -> tuple[DataProto, Metrics] | None:
         """Build the batch of groups that are scored together; None with dynamic sampling, which has scored each."""
@@ -321,12 +296,11 @@ class SampleService:
         if self.rewards.model is None:
             for number in undecided:
                 self._score([number])
-        elif undecided and (self.mode == DISAGGREGATED or not self.ledger.running):
-            if self.mode == SYNC:
-                self.replicas.free_engines()
+        elif undecided and (self.replicas.separate or not self.ledger.running):
+            if not self.replicas.across_steps:
+                self.replicas.free()
             self._score(undecided)
-            if self.mode == SYNC:
-                self.replicas.ready_engines()
+            self.replicas.ready()
 
     def _score(self, numbers: Sequence[int]) -> None:
         batch, metrics = self.rollouts.batch_of(
@@ -406,22 +380,11 @@ class SampleService:
         if error is not None:
             raise error
 
-    def _sync_when_idle(self) -> Metrics:
-        """Wait until no conversation is in flight, and replace the weights."""
-        started = time.perf_counter()
+    def _wait_ended(self) -> None:
+        """Wait until no conversation is in flight."""
         with self._idle.waiting():
             while self.ledger.running:
                 self._receive(WAIT_S)
-        stats = self.rollouts.finish()
-        waited = {"rollout_service/sync_wait_s": time.perf_counter() - started}
-        return waited | _paused_metrics([]) | stats.metrics() | self.replicas.sync_weights()
-
-    def _sync_in_flight(self) -> Metrics:
-        """Replace the weights between two tokens of the responses in flight; new replicas get their share of them."""
-        metrics, paused = self.replicas.sync_weights_in_flight()
-        stats = self.rollouts.runners.take_stats() if self.rollouts.is_open else RouterStats()
-        self.rollouts.update_replicas()
-        return {"rollout_service/sync_wait_s": 0.0} | _paused_metrics(paused) | stats.metrics() | metrics
 
     def _stored_turns(self) -> dict[SampleId, Sequence[StoredTurn]]:
         """Interrupt the conversations in flight for a moment; return the turns of the unfinished samples."""
@@ -442,13 +405,6 @@ class SampleService:
         for number in self.ledger.running:
             group = self._missing(number)
             yield from zip(group.ids, group.samples, strict=True)
-
-
-def _paused_metrics(paused: Sequence[HeldRequests]) -> Metrics:
-    return {
-        "rollout_service/interrupted": float(sum(requests.requests for requests in paused)),
-        "rollout_service/recomputed_tokens": float(sum(requests.tokens for requests in paused)),
-    }
 
 
 def _stored_trajectory(trajectory: Trajectory) -> dict[str, Any]:

@@ -183,7 +183,7 @@ class _Holders:
         self.sets: list[Numbers] = []
 
     def of(self, pattern: ShardPattern, source: int) -> NDArray[np.int32]:
-        """Return the holder set (ranks with this shard) per layer and expert: ``[layers, experts]``; dense: one expert."""
+        """Return the holder set (ranks with this shard) by layer and expert, ``[layers, experts]``; dense: one."""
         shard = source if len(pattern.sources) > 1 else None
         key = (pattern.stage, pattern.copy, pattern.layers, pattern.experts, shard)
         if key not in self._tables:

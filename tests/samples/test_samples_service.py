@@ -10,6 +10,7 @@ import json
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
+from types import SimpleNamespace
 from typing import Any
 
 import numpy as np
@@ -29,6 +30,7 @@ from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.interface import NO_VERSION, Completion, Request
 from megarl.rollout.router import NoReplicaLeft
 from megarl.rollout.serving import HeldRequests
+from megarl.samples.replicas import ColocatedReplicas, DisaggregatedReplicas, Replicas
 from megarl.samples.reward_functions import runner_scorers
 from megarl.samples.reward_phase import RewardPhase
 from megarl.samples.rollouts import Rollouts
@@ -43,6 +45,7 @@ from tests.samples.phase_rewards import CALLS
 
 FUNCTIONS = Path(__file__).with_name("phase_rewards.py")
 STEPS = 3
+MODES = {"sync": Replicas, "colocated": ColocatedReplicas, "disaggregated": DisaggregatedReplicas}
 
 
 class WorkerReplica:
@@ -61,11 +64,12 @@ class WorkerReplica:
 
 
 class OneEngine:
-    """A single replica; a weight sync loads the same weights under the next version, and may replace the worker."""
+    """A single replica and its sharding manager: a sync loads the same weights as the next version, maybe elsewhere."""
 
     def __init__(self, model: str) -> None:
         self.model, self.loses_replica, self.replica = model, False, WorkerReplica(model)
-        self.weight_version = 0
+        self.version, self.in_sync = 0, True
+        self.group: Any = SimpleNamespace(ranks=[0], world_size=1, role="rollout")
 
     @property
     def worker(self) -> RolloutWorker:
@@ -74,16 +78,10 @@ class OneEngine:
     def processes(self) -> dict[int, WorkerReplica]:
         return {0: self.replica}
 
-    def update(self, move_requests: Callable[[], None], waited_s: float) -> None:
-        assert waited_s >= 0
-
-    def return_devices(self, move_requests: Callable[[], None]) -> float:
-        return 0.0
-
     def sync_weights(self) -> dict[str, float]:
-        self.weight_version += 1
+        self.version += 1
         self.worker.wake(("weights", "kv_cache"))
-        self.worker.engine.load_hf(self.model, self.weight_version)
+        self.worker.engine.load_hf(self.model, self.version)
         return {}
 
     def sync_weights_in_flight(self) -> tuple[dict[str, float], list[HeldRequests]]:
@@ -97,9 +95,6 @@ class OneEngine:
     def pause_engines(self) -> None:
         self.worker.pause()
         self.worker.sleep(("weights", "kv_cache"))
-
-    def ready_engines(self) -> None:
-        pass
 
     def free_engines(self) -> None:
         pass
@@ -154,8 +149,10 @@ def make(
         manager = RewardManager(in_driver(reward), tokenizer)
         rewards = RewardPhase(manager, tokenizer, config.reward)
         prompts = PromptQueue(prompt_loader(config, tokenizer))
-        engine.weight_version, engine.loses_replica = 0, False
-        return SampleService(config, restored_ledger(config, STEPS), prompts, rollouts, rewards, engine)
+        engine.version, engine.loses_replica = 0, False
+        replicas = MODES[config.async_training.mode](engine.group, lambda ranks: engine, dict)
+        replicas.processes = engine.processes
+        return SampleService(config, restored_ledger(config, STEPS), prompts, rollouts, rewards, replicas)
 
     yield build
     for runner in runners:
@@ -364,7 +361,7 @@ def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: O
 
     resumed = make(1)
     decoded = resume(resumed, state, tmp_path, 1)
-    assert engine.weight_version == 2 and len(decoded["groups"]) == 16
+    assert engine.version == 2 and len(decoded["groups"]) == 16
     again = [rows(batch) for _, batch, _ in steps_of(resumed, 2)]
     assert sorted(row for batch in again for row in batch) == sorted(row for batch in rest for row in batch)
     trained = [row[0] for _, batch, _ in first for row in rows(batch)] + [row[0] for batch in rest for row in batch]

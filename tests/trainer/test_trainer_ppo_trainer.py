@@ -34,6 +34,7 @@ def test_no_samples_are_received_after_a_failure():
 
     trainer = SimpleNamespace(start=lambda: [1], phase=lambda name: nullcontext(), balance=balance)
     trainer.phases = SimpleNamespace(samples=Source())
+    trainer.config = SimpleNamespace(holds_proximal_policy=False)
     trainer.batches = lambda step: PPOTrainer.batches(trainer, step)
     with pytest.raises(ConnectionError) as failure:
         PPOTrainer.fit(trainer)

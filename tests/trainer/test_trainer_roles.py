@@ -6,6 +6,7 @@ import math
 import os
 import signal
 from collections.abc import Callable, Sequence
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,7 @@ from megarl.cluster import RaySession, ResourcePool, WorkerGroup
 from megarl.config import TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.models import WeightMap, read_model_config
+from megarl.samples.idle_clock import IdleClock
 from megarl.trainer.roles.devices import JobPools
 from megarl.trainer.roles.role_builder import RoleBuilder
 
@@ -23,7 +25,9 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
     train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     """On a GPU SGLang sizes its KV cache by the memory that is free when it starts."""
-    config = train_config({"algorithm.adv_estimator": "gae", "actor_rollout_ref.rollout.health.timeout_s": 2.0})
+    colocated = {"async_training.mode": "colocated", "actor_rollout_ref.rollout.calculate_log_probs": True}
+    colocated |= {"algorithm.rollout_correction.rollout_is": "token", "algorithm.adv_estimator": "gae"}
+    config = train_config({**colocated, "actor_rollout_ref.rollout.health.timeout_s": 2.0})
     calls: list[tuple[str, str, tuple[Any, ...]]] = []
     submit, submit_on = WorkerGroup.submit, WorkerGroup.submit_on
 
@@ -60,8 +64,9 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
         # A replica that is frozen when a sync interrupts its requests is replaced after health.timeout_s.
         frozen = roles.replicas.group.processes[0].pid
         os.kill(frozen, signal.SIGSTOP)
-        metrics, held = roles.replicas.sync_weights_in_flight()
-        assert metrics["weight_sync/verified"] == 1 and {one.requests for one in held} == {0}
+        conversations: Any = SimpleNamespace(is_open=False, update_replicas=lambda: None)
+        metrics = roles.replicas.sync(conversations, IdleClock(), None)
+        assert metrics["weight_sync/verified"] == 1 and metrics["rollout_service/interrupted"] == 0
         assert roles.replicas.group.processes[0].pid != frozen
         assert roles.replicas.group.weight_version() == [2] * roles.replicas.group.world_size
 

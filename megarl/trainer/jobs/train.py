@@ -117,40 +117,14 @@ class TrainerBuilder:
         session, config, console = self.session, self.session.config, self.session.console
         console.set_total_steps(self.total_steps)
         advantage = AdvantagePhase(config.algorithm)
-        state = RunState(
-            config,
-            self.prompts,
-            advantage.kl_controller,
-            self.total_steps,
-            session.resume,
-            session.stop,
-            console.message,
-            session.run_id,
-        )
-        resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
-        reporter = RunReporter(
-            config.trainer,
-            session.recorded_config(),
-            session.output_dir,
-            console,
-            resumed_from,
-            on_phase_end=state.saver.advance,
-            run_id=session.run_id,
-            started=session.started,
-        )
+        state = self._state(advantage)
+        reporter = self._reporter(state)
         scorers = runner_scorers(config, session.logs, config.trainer.nnodes)
         runners = session.enter(AgentRunners(config, self.tokenizer, pools.trainer, scorers))
-        builder = RoleBuilder(
-            config,
-            self.batches,
-            self.total_steps,
-            pools,
-            session.output_dir,
-            console.message,
-            progress,
-            self.end_tokens,
-        )
-        roles = builder.build()
+        folder, message = session.output_dir, console.message
+        roles = RoleBuilder(
+            config, self.batches, self.total_steps, pools, folder, message, progress, self.end_tokens
+        ).build()
         console.message("\n".join(filter(None, [roles.describe(), runners.wait_ready()])))
         rollouts = Rollouts(
             runners,
@@ -161,30 +135,61 @@ class TrainerBuilder:
             on_lost=roles.replicas.replace,
             state_masking=config.actor_rollout_ref.actor.state_masking,
         )
-        scorer = None
-        if roles.reward_model and self.reader:
-            scorer = RewardModelScorer(roles.reward_model, self.reader)
-        rewards = RewardPhase(self.reward_functions, self.tokenizer, config.reward, scorer)
+        rewards = self._rewards(roles)
         samples = SampleService(config, self.ledger, self.prompts, rollouts, rewards, roles.replicas)
         state.in_flight = samples.state_dict
-        phases = self._phases(roles, samples, advantage)
-        validator = None
-        if self.val_loader is not None:
-            if self.val_functions is not None:
-                rewards = RewardPhase(self.val_functions, self.tokenizer, config.reward)
-            validator = Validator(rollouts, rewards, self.val_loader, self.tokenizer)
         recorders = build_recorders(
             config,
             roles.actor,
             list(roles.learners()),
             list(roles.frozen()),
-            validator,
+            self._validator(rollouts, rewards),
             self.tokenizer,
             state,
             reporter,
             self.callbacks,
         )
+        phases = self._phases(roles, samples, advantage)
         return PPOTrainer(config, roles, phases, recorders, state, reporter, session.tracing)
+
+    def _state(self, advantage: AdvantagePhase) -> RunState:
+        session = self.session
+        return RunState(
+            session.config,
+            self.prompts,
+            advantage.kl_controller,
+            self.total_steps,
+            session.resume,
+            session.stop,
+            session.console.message,
+            session.run_id,
+        )
+
+    def _reporter(self, state: RunState) -> RunReporter:
+        session = self.session
+        return RunReporter(
+            session.config.trainer,
+            session.recorded_config(),
+            session.output_dir,
+            session.console,
+            (session.resume.path, session.resume.state.step) if session.resume else None,
+            on_phase_end=state.saver.advance,
+            run_id=session.run_id,
+            started=session.started,
+        )
+
+    def _rewards(self, roles: Roles) -> RewardPhase:
+        scorer = None
+        if roles.reward_model and self.reader:
+            scorer = RewardModelScorer(roles.reward_model, self.reader)
+        return RewardPhase(self.reward_functions, self.tokenizer, self.session.config.reward, scorer)
+
+    def _validator(self, rollouts: Rollouts, rewards: RewardPhase) -> Validator | None:
+        if self.val_loader is None:
+            return None
+        if self.val_functions is not None:
+            rewards = RewardPhase(self.val_functions, self.tokenizer, self.session.config.reward)
+        return Validator(rollouts, rewards, self.val_loader, self.tokenizer)
 
     def _phases(self, roles: Roles, samples: SampleService, advantage: AdvantagePhase) -> StepPhases:
         config = self.session.config

@@ -25,6 +25,7 @@ from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, teacher_phase
 from megarl.config.correction_bounds import weight_bounds
+from megarl.config.schema.async_training import COLOCATED, DISAGGREGATED
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, TEACHERS, SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config
@@ -32,7 +33,7 @@ from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.rollout.registry import engine_vocab_multiple
 from megarl.samples.elastic_replicas import REPLICAS_FILE, ElasticReplicas
 from megarl.samples.hybrid_replicas import HybridReplicas
-from megarl.samples.replicas import Replicas
+from megarl.samples.replicas import ColocatedReplicas, DisaggregatedReplicas, Replicas
 from megarl.samples.rollout_group import build_engines, rollout_group
 from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans, sender_plans
 from megarl.trainer.roles.devices import JobPools
@@ -144,16 +145,27 @@ class RoleBuilder:
         build_engines(rollout, rollout.ranks, pending())
         reference = reference_group or (actor if self._has_reference() else None)
         connect = partial(self._connect, actor, rollout, hybrid_ranks if hybrid else None)
-        sync = connect(rollout.ranks)
-        sync.free_engines()
-        replicas = Replicas(rollout, sync, connect, pending)
-        if hybrid:
-            replicas.hybrid = HybridReplicas(hybrid_ranks, rollout.world_size - hybrid)
-        keys = self.policy.rollout
+        replicas = self._replicas(rollout, connect, pending, hybrid_ranks)
+        replicas.free()
+        return Roles(actor, critic, reference, reward_model, teachers, replicas)
+
+    def _replicas(
+        self,
+        group: RolloutGroup,
+        connect: Callable[[Sequence[int]], ShardingManager],
+        pending: Callable[[], dict[int, int | None]],
+        hybrid_ranks: Sequence[int],
+    ) -> Replicas:
+        """Select the class of the replicas by the mode of training."""
+        mode, keys, elastic, hybrid = self.config.async_training.mode, self.policy.rollout, None, None
+        if mode != DISAGGREGATED:
+            return (ColocatedReplicas if mode == COLOCATED else Replicas)(group, connect, pending)
+        if hybrid_ranks:
+            hybrid = HybridReplicas(hybrid_ranks, group.world_size - len(hybrid_ranks))
         if keys.min_replicas is not None:
             request, timeout_s = self.folder / REPLICAS_FILE, keys.health.join_timeout_s
-            replicas.elastic = ElasticReplicas(rollout, keys.min_replicas, timeout_s, request, self.notify)
-        return Roles(actor, critic, reference, reward_model, teachers, replicas)
+            elastic = ElasticReplicas(group, keys.min_replicas, timeout_s, request, self.notify)
+        return DisaggregatedReplicas(group, connect, pending, elastic, hybrid)
 
     def _actor(self) -> ActorGroup:
         reference = None
