@@ -7,8 +7,7 @@ the batch start again in the next step, as parts of its first round. Everything 
 
 from __future__ import annotations
 
-from megarl.trainer.rollout_service.service import SampleService
-
+from megarl.samples.service import SampleService
 from megarl.trainer.callbacks import Callback
 
 
