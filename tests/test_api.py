@@ -1,15 +1,12 @@
 """Jobs from Python: wrong configurations raise before a process starts, and a job that fails raises its output."""
 
-from __future__ import annotations
-
 import sys
-from pathlib import Path
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.expected_errors import raises
-from support.warm_drivers import Drivers, write_interpreter
+from support.warm_drivers import write_interpreter
 
 import megarl
 from megarl.config import TrainConfig
@@ -19,7 +16,7 @@ from megarl.config.problems import InvalidConfigError
 TASK = {"data.train_files": "absent.parquet", "actor_rollout_ref.model.path": "absent"}
 
 
-def test_a_wrong_configuration_raises_before_a_process_starts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_wrong_configuration_raises_before_a_process_starts(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     with raises("config.unknown-key", "trainer.total_trainig_steps", error=InvalidConfigError):
         megarl.train("quickstart_grpo", {"trainer.total_trainig_steps": 2})
@@ -28,9 +25,7 @@ def test_a_wrong_configuration_raises_before_a_process_starts(tmp_path: Path, mo
     assert not list(tmp_path.iterdir())
 
 
-def test_a_job_that_fails_raises_with_its_output(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], drivers: Drivers
-) -> None:
+def test_a_job_that_fails_raises_with_its_output(tmp_path, monkeypatch, capsys, drivers):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(sys, "executable", str(write_interpreter(tmp_path / "python", drivers.address)))
     (tmp_path / "mine.yaml").write_text("defaults: [quickstart_grpo, _self_]\n", encoding="utf-8")
@@ -50,12 +45,12 @@ VALUES = st.recursive(
 
 
 @given(value=VALUES)
-def test_a_value_survives_its_override(value: object) -> None:
+def test_a_value_survives_its_override(value):
     (override,) = parse_overrides([override_of("data.mixture", value)], TrainConfig)
     assert _plain(override.value()) == value
 
 
-def _plain(value: object) -> object:
+def _plain(value):
     if isinstance(value, list):
         return [_plain(item) for item in value]
     return getattr(value, "text", value)

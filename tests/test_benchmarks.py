@@ -4,14 +4,12 @@ CI runs those of a few seconds, and ``BENCHMARKS=all`` runs all of them. The oth
 tests prove. In CI they print their options, for which they import all that they use.
 """
 
-from __future__ import annotations
-
 import os
 from pathlib import Path
 
 import pytest
 from support.arithmetic_task import make_task
-from support.warm_drivers import Drivers, write_interpreter
+from support.warm_drivers import write_interpreter
 
 ROOT = Path(__file__).parents[1]
 SCRIPTS = [
@@ -31,15 +29,13 @@ LIMIT_S = 300.0
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task(tmp_path_factory):
     return make_task(
         tmp_path_factory.mktemp("task"), "--layers", "2", "--largest", "9", "--num-test", "20", "--lessons", "60", "60"
     )
 
 
-def output_of(
-    command: list[str], folder: Path, drivers: Drivers, shared_server: dict[str, str], warm_jobs: bool = False
-) -> str:
+def output_of(command, folder, drivers, shared_server, warm_jobs=False):
     """Run a script as a fork; return what it prints."""
     output = folder / "output.txt"
     environment = {**os.environ, "OMP_NUM_THREADS": "1", **shared_server}
@@ -57,9 +53,7 @@ def output_of(
 
 
 @pytest.mark.parametrize("script", [path for path in SCRIPTS if ALL or path.stem not in RELEASE], ids=lambda p: p.stem)
-def test_a_benchmark_prints_its_table(
-    script: Path, task: Path, drivers: Drivers, shared_server: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_benchmark_prints_its_table(script, task, drivers, shared_server, tmp_path):
     sizes = ["--tiny"] if "parse_sizes" in script.read_text(encoding="utf-8") else []
     data = [f"data.train_files={task}/data/train.parquet", f"data.val_files={task}/data/test.parquet"]
     model = f"actor_rollout_ref.model.path={task}/model"
@@ -74,8 +68,6 @@ def test_a_benchmark_prints_its_table(
 
 
 @pytest.mark.parametrize("name", RELEASE)
-def test_a_benchmark_of_a_release_is_imported(
-    name: str, drivers: Drivers, shared_server: dict[str, str], tmp_path: Path
-) -> None:
+def test_a_benchmark_of_a_release_is_imported(name, drivers, shared_server, tmp_path):
     text = output_of([str(ROOT / "benchmarks" / f"{name}.py"), "--help"], tmp_path, drivers, shared_server)
     assert "--tiny" in text

@@ -40,12 +40,12 @@ ROOT = Path(__file__).resolve().parents[1]
 class FakeJob:
     """Replaces the jobs: records configs and output folders, and can fail or write a score."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[Any, Path]] = []
         self.failures: list[BaseException] = []
         self.scores: list[float] = []
 
-    def run(self, config: Any, output_dir: Path) -> None:
+    def run(self, config, output_dir):
         self.calls.append((config, output_dir))
         if self.failures:
             raise self.failures.pop(0)
@@ -55,7 +55,7 @@ class FakeJob:
 
 
 @pytest.fixture
-def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeJob:
+def job(monkeypatch, tmp_path):
     fake = FakeJob()
     module = types.ModuleType("megarl_fake_job")
     module.run = fake.run  # type: ignore[attr-defined]
@@ -67,11 +67,11 @@ def job(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> FakeJob:
     return fake
 
 
-def quickstart(*arguments: str) -> list[str]:
+def quickstart(*arguments):
     return ["--config-name", "quickstart", *arguments]
 
 
-def test_job_gets_a_typed_config_and_a_new_output_folder(job: FakeJob, tmp_path: Path) -> None:
+def test_job_gets_a_typed_config_and_a_new_output_folder(job, tmp_path):
     assert cli.main(["train", *quickstart("trainer.seed=7")]) == 0
     ((config, folder),) = job.calls
     assert isinstance(config, TrainConfig) and config.trainer.seed == 7
@@ -91,9 +91,7 @@ def test_job_gets_a_typed_config_and_a_new_output_folder(job: FakeJob, tmp_path:
     assert provenance["versions"]["torch"] and provenance["git"]["megarl"]["commit"]
 
 
-def test_user_code_of_the_driver_reaches_servers_of_this_machine_without_a_proxy(
-    job: FakeJob, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_user_code_of_the_driver_reaches_servers_of_this_machine_without_a_proxy(job, monkeypatch):
     for name in ("http_proxy", "HTTP_PROXY"):
         monkeypatch.setenv(name, "http://127.0.0.1:9")  # nothing listens there
     for name in ("no_proxy", "NO_PROXY"):
@@ -103,19 +101,19 @@ def test_user_code_of_the_driver_reaches_servers_of_this_machine_without_a_proxy
     assert urllib.request.proxy_bypass("corp.example") and not urllib.request.proxy_bypass("10.0.0.5")
 
 
-def test_sft_job_gets_its_config_class(job: FakeJob) -> None:
+def test_sft_job_gets_its_config_class(job):
     assert cli.main(["sft", "--config-name", "quickstart_sft"]) == 0
     assert isinstance(job.calls[0][0], SFTConfig)
 
 
-def test_evaluate_accepts_a_checkpoint_folder(job: FakeJob, tmp_path: Path) -> None:
+def test_evaluate_accepts_a_checkpoint_folder(job, tmp_path):
     (tmp_path / "checkpoints").mkdir()
     arguments = ["--config-name", "quickstart_evaluate", f"actor_rollout_ref.model.path={tmp_path}/checkpoints"]
     assert cli.main(["evaluate", *arguments]) == 0
     assert isinstance(job.calls[0][0], EvaluateConfig)
 
 
-def test_sweep_runs_have_separate_folders(job: FakeJob) -> None:
+def test_sweep_runs_have_separate_folders(job):
     assert cli.run_job("train", quickstart("--multirun", "trainer.seed=1,2")) == 0
     assert [config.trainer.seed for config, _ in job.calls] == [1, 2]
     for config, folder in job.calls:
@@ -132,7 +130,7 @@ def test_sweep_runs_have_separate_folders(job: FakeJob) -> None:
         (("hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "trainer.experiment_name=choice(1_0)"), ["1_0"]),
     ],
 )
-def test_texts_of_a_sweep_keep_their_characters(job: FakeJob, overrides: tuple[str, ...], names: list[str]) -> None:
+def test_texts_of_a_sweep_keep_their_characters(job, overrides, names):
     job.scores = [1.0, 2.0]
     assert cli.run_job("train", quickstart("--multirun", *overrides)) == 0
     assert [config.trainer.experiment_name for config, _ in job.calls] == names
@@ -140,19 +138,19 @@ def test_texts_of_a_sweep_keep_their_characters(job: FakeJob, overrides: tuple[s
     assert [config["trainer"]["experiment_name"] for config in stored] == names
 
 
-def test_sweep_with_a_wrong_value_starts_no_run(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_with_a_wrong_value_starts_no_run(job, capsys):
     assert cli.run_job("train", quickstart("-m", "trainer.seed=1,x")) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert not job.calls and "trainer.seed=x" in error and "[config.wrong-type]" in error
 
 
-def test_sweep_continues_after_a_failed_run(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_continues_after_a_failed_run(job, capsys):
     job.failures = [DataError("column prompt is missing", code="data.missing-column")]
     assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2")) == EXIT_FAILED
     assert len(job.calls) == 2 and "[data.missing-column]" in capsys.readouterr().err
 
 
-def test_sweep_table_lists_scores_and_failures(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_sweep_table_lists_scores_and_failures(job, capsys):
     job.scores = [0.25, 0.75, 0.5]
     job.failures = [DataError("column prompt is missing", code="data.missing-column")]
     assert cli.run_job("train", quickstart("-m", "trainer.seed=1,2,3,4")) == EXIT_FAILED
@@ -173,22 +171,22 @@ def test_sweep_table_lists_scores_and_failures(job: FakeJob, capsys: pytest.Capt
     ("full_from", "full_until"), [(0, 2), (0, 3), (2, 3)], ids=["until the second run", "always", "from the second run"]
 )
 def test_a_sweep_survives_a_full_disk_under_its_folder(
-    job: FakeJob,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-    full_from: int,
-    full_until: int,
-) -> None:
+    job,
+    monkeypatch,
+    caplog,
+    full_from,
+    full_until,
+):
     """Every file of more than a line is refused; the metrics of a fake run are one line."""
     job.scores = [0.25, 0.75]
     hard = resource.getrlimit(resource.RLIMIT_FSIZE)[1]
     run, before = job.run, signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
 
-    def run_job(config: Any, output_dir: Path) -> None:
+    def run_job(config, output_dir):
         run(config, output_dir)
         limit_file_size()
 
-    def limit_file_size() -> None:
+    def limit_file_size():
         is_full = full_from <= len(job.calls) < full_until
         resource.setrlimit(resource.RLIMIT_FSIZE, (64 if is_full else hard, hard))
 
@@ -216,7 +214,7 @@ def test_a_sweep_survives_a_full_disk_under_its_folder(
         assert "the comparison could not be written" in printed
 
 
-def test_optuna_ignores_failed_trials(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_optuna_ignores_failed_trials(job, capsys):
     job.scores = [-3.0, -2.0]
     job.failures = [DataError("column prompt is missing", code="data.missing-column")]
     optuna = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.n_jobs=1")
@@ -225,7 +223,7 @@ def test_optuna_ignores_failed_trials(job: FakeJob, capsys: pytest.CaptureFixtur
     assert best["best_value"] == -2.0 and len(job.calls) == 3
 
 
-def test_megarl_error_is_printed_without_traceback(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_megarl_error_is_printed_without_traceback(job, capsys):
     for error, code in (
         (DataError("column prompt is missing", code="data.missing-column"), EXIT_BAD_INPUT),
         (RewardFunctionError("no function", code="x.one"), EXIT_BAD_INPUT),
@@ -237,21 +235,19 @@ def test_megarl_error_is_printed_without_traceback(job: FakeJob, capsys: pytest.
         assert capsys.readouterr().err == f"{error}\n"
 
 
-def test_unexpected_exception_keeps_its_traceback(job: FakeJob, capsys: pytest.CaptureFixture[str]) -> None:
+def test_unexpected_exception_keeps_its_traceback(job, capsys):
     job.failures = [ValueError("a bug")]
     assert cli.run_job("train", quickstart()) == EXIT_FAILED
     error = capsys.readouterr().err
     assert "Traceback" in error and error.endswith("ValueError: a bug\n")
 
 
-def test_ctrl_c_exits_with_the_interrupt_code(job: FakeJob) -> None:
+def test_ctrl_c_exits_with_the_interrupt_code(job):
     job.failures = [KeyboardInterrupt()]
     assert cli.run_job("train", quickstart()) == EXIT_INTERRUPTED
 
 
-def test_wrong_config_exits_with_2_and_creates_no_file(
-    job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_wrong_config_exits_with_2_and_creates_no_file(job, tmp_path, capsys):
     assert cli.run_job("train", quickstart("trainer.seeed=1")) == EXIT_BAD_INPUT
     captured = capsys.readouterr()
     assert captured.out == "" and captured.err == (
@@ -262,7 +258,7 @@ def test_wrong_config_exits_with_2_and_creates_no_file(
     assert not job.calls and not (tmp_path / "outputs").exists()
 
 
-def test_printing_the_config_runs_no_job(job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_printing_the_config_runs_no_job(job, tmp_path, capsys):
     assert cli.run_job("train", ["trainer.seed=3", "--cfg", "job", *quickstart("algorithm.lam=0.9")]) == 0
     printed = yaml.safe_load(capsys.readouterr().out)
     assert printed["trainer"]["seed"] == 3 and printed["algorithm"]["lam"] == 0.9
@@ -270,7 +266,7 @@ def test_printing_the_config_runs_no_job(job: FakeJob, tmp_path: Path, capsys: p
     assert not job.calls and not (tmp_path / "outputs").exists()
 
 
-def model_folder(folder: Path, **changes: Any) -> str:
+def model_folder(folder, **changes):
     folder.mkdir()
     shape = {
         "architectures": ["Qwen2ForCausalLM"],
@@ -304,14 +300,14 @@ def model_folder(folder: Path, **changes: Any) -> str:
     ],
 )
 def test_layout_is_checked_against_the_model(
-    key: str,
-    value: int,
-    changes: dict[str, Any],
-    code: str,
-    job: FakeJob,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    key,
+    value,
+    changes,
+    code,
+    job,
+    tmp_path,
+    capsys,
+):
     path = model_folder(tmp_path / "model", **changes)
     devices = ("trainer.n_gpus_per_node=4", "critic.megatron.data_parallel_size=auto")
     arguments = quickstart(*devices, f"actor_rollout_ref.model.path={path}", f"{key}={value}")
@@ -320,9 +316,7 @@ def test_layout_is_checked_against_the_model(
     assert f"{key}={value}" in error and f"[{code}]" in error and not job.calls
 
 
-def test_an_inherited_size_that_does_not_fit_the_critics_model_names_both_keys(
-    job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_an_inherited_size_that_does_not_fit_the_critics_model_names_both_keys(job, tmp_path, capsys):
     policy, critic = model_folder(tmp_path / "policy"), model_folder(tmp_path / "critic", num_key_value_heads=1)
     key = "megatron.tensor_model_parallel_size"
     arguments = quickstart(
@@ -334,16 +328,14 @@ def test_an_inherited_size_that_does_not_fit_the_critics_model_names_both_keys(
     assert f"actor_rollout_ref.actor.{key}; set critic.{key}" in error and "[layout.tp-heads]" in error
 
 
-def test_unknown_architecture_is_refused_before_the_job(
-    job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_unknown_architecture_is_refused_before_the_job(job, tmp_path, capsys):
     path = model_folder(tmp_path / "model", architectures=["MambaForCausalLM"])
     assert cli.run_job("train", quickstart(f"actor_rollout_ref.model.path={path}")) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert "[model.no-weight-map]" in error and "MambaForCausalLM" in error and "qwen2, qwen2_moe" in error
 
 
-def test_usage_lists_every_job_and_command_once(capsys: pytest.CaptureFixture[str]) -> None:
+def test_usage_lists_every_job_and_command_once(capsys):
     assert cli.main([]) == EXIT_BAD_INPUT
     without_arguments = capsys.readouterr().err
     assert cli.main(["--help"]) == 0
@@ -353,14 +345,14 @@ def test_usage_lists_every_job_and_command_once(capsys: pytest.CaptureFixture[st
     assert listed == [*cli.JOBS, *cli.COMMANDS]
 
 
-def test_unknown_command_suggests_the_nearest(capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_command_suggests_the_nearest(capsys):
     assert cli.main(["trian"]) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
     assert "megarl trian: unknown command. Did you mean train?" in error
 
 
 @pytest.mark.parametrize("name", list(cli.COMMANDS))
-def test_help_of_every_command_names_the_command(name: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_help_of_every_command_names_the_command(name, capsys):
     with pytest.raises(SystemExit) as end:
         cli.main([name, "--help"])
     assert end.value.code == 0 and f"usage: megarl {name}" in capsys.readouterr().out
@@ -374,7 +366,7 @@ def test_help_of_every_command_names_the_command(name: str, capsys: pytest.Captu
         ("evaluate", "quickstart_evaluate", "val_files"),
     ],
 )
-def test_printing_the_config_imports_no_heavy_package(job: str, name: str, files: str) -> None:
+def test_printing_the_config_imports_no_heavy_package(job, name, files):
     code = (
         "import runpy, sys\n"
         f"sys.argv = ['x', '{job}', '--config-name', '{name}', '--cfg', 'job']\n"
@@ -391,7 +383,7 @@ def test_printing_the_config_imports_no_heavy_package(job: str, name: str, files
     assert yaml.safe_load(result.stdout)["data"][files]
 
 
-def test_wrong_key_in_a_subprocess() -> None:
+def test_wrong_key_in_a_subprocess():
     command = [sys.executable, "-m", "megarl", "train", "--config-name", "quickstart", "--cfg", "job", "critic.lr=1"]
     result = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, check=False)
     assert result.returncode == 2 and result.stdout == ""
@@ -404,9 +396,7 @@ def test_wrong_key_in_a_subprocess() -> None:
     [OSError(28, "No space left on device"), ConfigError("needs plotly", code="a.b"), KeyError("metrics")],
     ids=lambda error: type(error).__name__,
 )
-def test_report_that_cannot_be_written_does_not_fail_a_finished_run(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str], error: Exception
-) -> None:
+def test_report_that_cannot_be_written_does_not_fail_a_finished_run(tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr("megarl.ops.report.compare_runs", mock.Mock(side_effect=error))
     sweep._compare(tmp_path, [], minimize=False)
     message = capsys.readouterr().err
@@ -414,15 +404,13 @@ def test_report_that_cannot_be_written_does_not_fail_a_finished_run(
 
 
 @pytest.mark.parametrize("shared", ["hydra.run.dir", "trainer.default_local_dir", "trainer.hf_export_dir"])
-def test_two_concurrent_runs_share_no_folder(
-    job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], shared: str
-) -> None:
+def test_two_concurrent_runs_share_no_folder(job, tmp_path, capsys, shared):
     """The second one writes nothing, is told the holder and its key, and ends with the code of a wrong input."""
     arguments = ["trainer.save_freq=1", f"{shared}={tmp_path}/shared"]
     codes: list[int] = []
     begin = job.run
 
-    def run_second(config: Any, output_dir: Path) -> None:
+    def run_second(config, output_dir):
         begin(config, output_dir)
         (output_dir / ID_FILE).write_text("id-of-the-first", encoding="utf-8")  # as a job does
         before = {path: path.read_bytes() for path in output_dir.rglob("*.json")}
@@ -442,7 +430,7 @@ def test_two_concurrent_runs_share_no_folder(
 SECRETS = ("hunter2secret", "kwargs-key-1", "sk-abcdefghijklmnop1234", "env-secret-99")
 
 
-def secret_overrides() -> list[str]:
+def secret_overrides():
     """Overrides with secrets by key name, in an address, by form, and from the environment."""
     return [
         "actor_rollout_ref.rollout.multi_turn.search.url=http://me:hunter2secret@127.0.0.1:8000/retrieve",
@@ -452,14 +440,12 @@ def secret_overrides() -> list[str]:
     ]
 
 
-def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
-    job: FakeJob, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(job, tmp_path, monkeypatch):
     """The job gets the values; config, Hydra's files, log, tracker config and run facts do not."""
     monkeypatch.setenv("MEGARL_TEST_SECRET", "env-secret-99")
     record = job.run
 
-    def run(config: Any, output_dir: Path) -> None:
+    def run(config, output_dir):
         record(config, output_dir)
         logging.getLogger("megarl").info("the judge answered 401 to kwargs-key-1 and env-secret-99")
         reporter = RunReporter(config.trainer, stored_config(config), output_dir, Console(quiet=True))
@@ -490,9 +476,7 @@ def test_no_file_of_a_run_has_a_secret_or_is_readable_by_others(
     assert modes == {"0o600"} and folder.stat().st_mode & 0o777 == 0o700
 
 
-def test_a_stored_config_names_the_secrets_to_set_again(
-    job: FakeJob, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_stored_config_names_the_secrets_to_set_again(job, tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("MEGARL_TEST_SECRET", "env-secret-99")
     assert cli.main(["train", *quickstart(*secret_overrides())]) == 0
     folder = job.calls[0][1]
@@ -530,9 +514,7 @@ def test_ctrl_c_after_the_run_shows_no_traceback(tmp_path):
     assert done.returncode == 0 and done.stderr == "", done.stderr
 
 
-def test_missing_plotly_is_a_warning_before_the_job(
-    monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_missing_plotly_is_a_warning_before_the_job(monkeypatch, caplog):
     monkeypatch.setitem(sys.modules, "plotly", None)
     early_checks.check_packages(SFTConfig())
     assert "plotly" in caplog.text

@@ -23,31 +23,31 @@ INSTRUCTIONS = {
 PIN = re.compile(r"[\w./-]+:\d+\.\d+\.\d+[\w.-]*")
 
 
-def instructions(file: Path) -> list[tuple[str, str]]:
+def instructions(file):
     """The instructions of a Dockerfile with their arguments; continued lines are joined."""
     text = re.sub(r"^\s*#.*\n", "", file.read_text(encoding="utf-8"), flags=re.MULTILINE)
     lines = [line for line in re.sub(r"\\\n", " ", text).splitlines() if line.strip()]
     return [(name, rest.strip()) for name, _, rest in (line.partition(" ") for line in lines)]
 
 
-def arguments(file: Path, name: str) -> list[str]:
+def arguments(file, name):
     return [rest for instruction, rest in instructions(file) if instruction == name]
 
 
-def copies(file: Path) -> list[tuple[list[str], str]]:
+def copies(file):
     """Sources and target of each COPY."""
     words = [[word for word in shlex.split(rest) if not word.startswith("--")] for rest in arguments(file, "COPY")]
     return [(sources, target) for *sources, target in words]
 
 
-def test_instructions_of_a_continued_line(tmp_path: Path) -> None:
+def test_instructions_of_a_continued_line(tmp_path):
     (tmp_path / "Dockerfile").write_text("# a\nFROM x:1.2.3\nRUN a \\\n # b\n && c\n", encoding="utf-8")
     assert [name for name, _ in instructions(tmp_path / "Dockerfile")] == ["FROM", "RUN"]
     assert shlex.split(arguments(tmp_path / "Dockerfile", "RUN")[0]) == ["a", "&&", "c"]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_instructions_are_known(file: Path) -> None:
+def test_instructions_are_known(file):
     assert {name for name, _ in instructions(file)} <= INSTRUCTIONS
     assert instructions(file)[0][0] == "FROM"
     for command in arguments(file, "CMD"):
@@ -55,7 +55,7 @@ def test_instructions_are_known(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_base_images_are_pinned(file: Path) -> None:
+def test_base_images_are_pinned(file):
     stages: set[str] = set()
     for image, *name in (rest.split(" AS ") for rest in arguments(file, "FROM")):
         assert image in stages or PIN.fullmatch(image), f"{image}: a tag with a complete version is expected"
@@ -64,7 +64,7 @@ def test_base_images_are_pinned(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_copied_paths_are_in_the_repository(file: Path) -> None:
+def test_copied_paths_are_in_the_repository(file):
     tracked = subprocess.run(["git", "ls-files"], cwd=ROOT, capture_output=True, text=True, check=True).stdout.split()
     tops = {name.split("/")[0] for name in tracked}
     for sources, target in copies(file):
@@ -76,7 +76,7 @@ def test_copied_paths_are_in_the_repository(file: Path) -> None:
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.name)
-def test_scripts_are_valid(file: Path) -> None:
+def test_scripts_are_valid(file):
     """The steps run in bash with ``pipefail``, lists of packages are removed, and the functions exist."""
     assert json.loads(arguments(file, "SHELL")[0]) == ["/bin/bash", "-euo", "pipefail", "-c"]
     functions = []
@@ -91,7 +91,7 @@ def test_scripts_are_valid(file: Path) -> None:
     assert len(functions) == 1 and declared.returncode == 0, functions
 
 
-def test_environment_on_the_path_is_the_installed_one() -> None:
+def test_environment_on_the_path_is_the_installed_one():
     script = (ROOT / "launch/environment.sh").read_text(encoding="utf-8")
     for file in FILES:
         (function,) = re.findall(r"source launch/environment.sh && (\w+)", "\n".join(arguments(file, "RUN")))
@@ -102,7 +102,7 @@ def test_environment_on_the_path_is_the_installed_one() -> None:
         assert f"{environment.replace('$STACK', '*')}/" in (ROOT / ".gitignore").read_text(encoding="utf-8").split()
 
 
-def test_steps_of_the_cpu_image(tmp_path: Path) -> None:
+def test_steps_of_the_cpu_image(tmp_path):
     """The copied files and the steps after them suffice for a job; only the packages are those of this environment."""
     file = ROOT / "docker" / "Dockerfile.cpu"
     for sources, target in copies(file):
@@ -131,7 +131,7 @@ def test_steps_of_the_cpu_image(tmp_path: Path) -> None:
     assert "experiment_name: quickstart" in result.stdout and "Setting up" not in result.stderr
 
 
-def test_devcontainer_builds_a_stage_of_the_cpu_image() -> None:
+def test_devcontainer_builds_a_stage_of_the_cpu_image():
     folder = ROOT / ".devcontainer"
     config = json.loads((folder / "devcontainer.json").read_text(encoding="utf-8"))
     build = config["build"]

@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megarl"
 
 
-def imported(path: Path) -> set[str]:
+def imported(path):
     """Full dotted names of all imports of a file."""
     names = set()
     for node in ast.walk(ast.parse(path.read_text(encoding="utf-8"))):
@@ -48,14 +48,14 @@ def test_no_module_is_named_utils():
     assert not [path for path in PACKAGE.rglob("*.py") if path.stem in {"utils", "util", "helpers", "common", "misc"}]
 
 
-def test_test_modules_have_unique_names() -> None:
+def test_test_modules_have_unique_names():
     """All test folders are on one import path, so of two modules with one name only the first would be imported."""
     modules = [path for path in (ROOT / "tests").rglob("*.py") if path.stem != "conftest"]
     assert not [name for name, count in Counter(path.stem for path in modules).items() if count > 1]
     assert not [path for path in modules if any("conftest" in name.split(".") for name in imported(path))]
 
 
-def test_files_named_in_the_docs_exist() -> None:
+def test_files_named_in_the_docs_exist():
     pages = [ROOT / "README.md", *(ROOT / "docs").glob("*.md")]
     rooms = "megarl|tests|tools|benchmarks|configs|launch"
     named = re.compile(rf"`((?:{rooms})/[\w/.]+)`|\]\((?!http)([\w/.]+)(?:#[\w-]+)?\)")
@@ -64,7 +64,7 @@ def test_files_named_in_the_docs_exist() -> None:
             assert (ROOT / path if path else page.parent / link).exists(), f"{page.name}: {path or link}"
 
 
-def test_text_files_name_their_encoding(tmp_path: Path) -> None:
+def test_text_files_name_their_encoding(tmp_path):
     """A text file is UTF-8, whatever the locale."""
     folders = ("megarl", "tools", "tests", "benchmarks", "examples")
     files = [path for folder in folders for path in (ROOT / folder).rglob("*.py")]
@@ -75,13 +75,13 @@ def test_text_files_name_their_encoding(tmp_path: Path) -> None:
     assert reads_in_locale(tmp_path / "calls.py") == list(range(1, len(calls) + 1))
 
 
-def test_package_has_no_import_cycles() -> None:
+def test_package_has_no_import_cycles():
     paths = module_paths()
     graph = {name: imported_modules(path, paths) - {name} for name, path in paths.items()}
     assert not import_cycles(graph)
 
 
-def test_import_cycles_are_found() -> None:
+def test_import_cycles_are_found():
     graph = {"a": {"b"}, "b": {"c"}, "c": {"a", "d"}, "d": set(), "e": {"f"}, "f": {"e"}}
     assert sorted(import_cycles(graph)) == [["a", "b", "c"], ["e", "f"]]
 
@@ -99,7 +99,7 @@ WALL_CLOCK = {
 """Modules that read the wall clock, with the reason; its corrections would falsify durations and time limits."""
 
 
-def reads_wall_clock(source: str) -> bool:
+def reads_wall_clock(source):
     """Whether code calls, passes on or imports ``time.time``."""
     for node in ast.walk(ast.parse(source)):
         if isinstance(node, ast.Attribute) and isinstance(node.value, ast.Name):
@@ -113,7 +113,7 @@ def reads_wall_clock(source: str) -> bool:
     return False
 
 
-def test_durations_and_time_limits_use_the_monotonic_clock() -> None:
+def test_durations_and_time_limits_use_the_monotonic_clock():
     reading = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "megarl").rglob("*.py")
@@ -122,7 +122,7 @@ def test_durations_and_time_limits_use_the_monotonic_clock() -> None:
     assert reading == set(WALL_CLOCK), "use time.monotonic, or add the module with its reason"
 
 
-def test_reads_of_the_wall_clock_are_found() -> None:
+def test_reads_of_the_wall_clock_are_found():
     assert reads_wall_clock("import time\nstart = time.time()")
     assert reads_wall_clock("import time\ndef f(clock=time.time): pass")
     assert reads_wall_clock("from time import sleep, time")

@@ -1,9 +1,6 @@
 """Issue forms have the structure that GitHub requires, and name existing commands and files."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 import yaml
@@ -20,12 +17,12 @@ KEYS = {
 }
 
 
-def elements(file: Path) -> list[dict[str, Any]]:
+def elements(file):
     return yaml.safe_load(file.read_text(encoding="utf-8"))["body"]
 
 
 @pytest.mark.parametrize("file", FORMS, ids=lambda file: file.stem)
-def test_form_is_valid(file: Path) -> None:
+def test_form_is_valid(file):
     """The syntax for issue forms in GitHub's documentation."""
     form = yaml.safe_load(file.read_text(encoding="utf-8"))
     assert {"name", "description", "body"} <= form.keys() <= {"name", "description", "body", "title", "labels"}
@@ -40,7 +37,7 @@ def test_form_is_valid(file: Path) -> None:
     assert len(set(names)) == len(names) and len(set(labels)) == len(labels)
 
 
-def test_forms_exist_and_the_configuration_is_valid() -> None:
+def test_forms_exist_and_the_configuration_is_valid():
     assert [file.stem for file in FORMS] == ["bug", "feature", "gpu_results"]
     assert yaml.safe_load((FOLDER / "config.yml").read_text(encoding="utf-8")).keys() <= {
         "blank_issues_enabled",
@@ -48,7 +45,7 @@ def test_forms_exist_and_the_configuration_is_valid() -> None:
     }
 
 
-def test_engines_are_those_of_the_configuration() -> None:
+def test_engines_are_those_of_the_configuration():
     from megarl.config.keys import keys_of
     from megarl.config.schema.rollout import RolloutConfig
 

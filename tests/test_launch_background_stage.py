@@ -1,7 +1,5 @@
 """A stage in the background of launch/test.sh: its output, its status, and its end by Ctrl-C."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
@@ -16,7 +14,7 @@ from megarl.base.processes import child_pids, read_kernel_file
 SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "background_stage.sh"
 
 
-def start(code: str, folder: Path) -> subprocess.Popen[str]:
+def start(code, folder):
     """Run bash commands in a process group, like a terminal."""
     return subprocess.Popen(
         ["bash", "-c", f'set -euo pipefail; source "{SCRIPT}"\n{code}'],
@@ -25,7 +23,7 @@ def start(code: str, folder: Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def wait_for(path: Path) -> int:
+def wait_for(path):
     """Return the number in a file that a process writes."""
     wait_until(lambda: path.exists() and bool(path.read_text(encoding="utf-8").strip()))
     return int(path.read_text(encoding="utf-8"))
@@ -33,9 +31,7 @@ def wait_for(path: Path) -> int:
 
 @pytest.mark.parametrize("seconds", [0.0, 1.0], ids=["ends first", "ends last"])
 @pytest.mark.parametrize("code", [0, 3])
-def test_the_output_is_printed_whole_and_after_that_of_the_other_stages(
-    tmp_path: Path, seconds: float, code: int
-) -> None:
+def test_the_output_is_printed_whole_and_after_that_of_the_other_stages(tmp_path, seconds, code):
     """The status of the stage reaches the script, also if another stage failed before."""
     stage = f"stage() {{ echo one; sleep {seconds}; echo two >&2; return {code}; }}"
     run = start(f"{stage}\nstart_stage stage\nsleep 0.5; false || echo other\nfinish_stage || echo status $?", tmp_path)
@@ -44,14 +40,14 @@ def test_the_output_is_printed_whole_and_after_that_of_the_other_stages(
     assert run.returncode == 0 and not list(tmp_path.glob("tmp.*"))
 
 
-def test_a_script_that_fails_ends_its_stage(tmp_path: Path) -> None:
+def test_a_script_that_fails_ends_its_stage(tmp_path):
     run = start("start_stage bash -c 'echo $$ >pid; sleep 60'\nwhile [ ! -s pid ]; do sleep 0.1; done; false", tmp_path)
     assert run.wait(timeout=LIMIT_S) == 1
     wait_for_end(wait_for(tmp_path / "pid"))
 
 
 @pytest.mark.parametrize("moment", ["during another stage", "while its output is printed"])
-def test_ctrl_c_ends_the_stage_and_its_later_commands(tmp_path: Path, moment: str) -> None:
+def test_ctrl_c_ends_the_stage_and_its_later_commands(tmp_path, moment):
     """The stage has its time to clean up, and no stage follows. Another stage may end with a code of its own."""
     wait = "while :; do sleep 0.1; done"
     stage = f"bash -c 'trap \"echo >cleaned; exit 2\" INT; echo $$ >pid; {wait}'; echo >next"

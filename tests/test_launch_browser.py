@@ -1,7 +1,5 @@
 """Browser selection of launch/test.sh, and its message if there is none."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 from pathlib import Path
@@ -24,9 +22,7 @@ SCRIPT = Path(__file__).resolve().parents[1] / "launch" / "browser.sh"
         ({"BROWSER": "install"}, ["id"], 1, "is on PATH"),
     ],
 )
-def test_browser_selection(
-    tmp_path: Path, variables: dict[str, str], programs: list[str], code: int, expected: str
-) -> None:
+def test_browser_selection(tmp_path, variables, programs, code, expected):
     """PATH contains the programs only; a fake ``apt-get`` creates a ``chromium`` there."""
     for name in programs:
         script = f'#!/bin/bash\n[ "$1" = install ] && printf "#!/bin/bash\\n" >"{tmp_path}/chromium"'

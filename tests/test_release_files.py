@@ -1,7 +1,5 @@
 """Version, licence, citation and changelog files are consistent."""
 
-from __future__ import annotations
-
 import hashlib
 import os
 import re
@@ -20,19 +18,19 @@ ROOT = Path(__file__).resolve().parents[1]
 PROJECT = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
 
 
-def test_version_is_equal_everywhere() -> None:
+def test_version_is_equal_everywhere():
     assert version(PROJECT["name"]) == megarl.__version__
     assert yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))["version"] == megarl.__version__
 
 
-def test_licence_is_apache_2() -> None:
+def test_licence_is_apache_2():
     text = (ROOT / "LICENSE").read_bytes()
     # checksum of https://www.apache.org/licenses/LICENSE-2.0.txt
     assert hashlib.sha256(text).hexdigest() == "cfc7749b96f63bd31c3c42b5c471bf756814053e847c10f3eb003417bc523d30"
     assert PROJECT["license"] == "Apache-2.0"
 
 
-def test_citation_file_is_valid() -> None:
+def test_citation_file_is_valid():
     """Required keys and value types of the Citation File Format, schema 1.2.0."""
     citation = yaml.safe_load((ROOT / "CITATION.cff").read_text(encoding="utf-8"))
     assert citation["cff-version"] == "1.2.0" and citation["type"] in ("software", "dataset")
@@ -43,7 +41,7 @@ def test_citation_file_is_valid() -> None:
     assert citation["license"] == "Apache-2.0" and all(isinstance(word, str) for word in citation["keywords"])
 
 
-def test_changelog_follows_keep_a_changelog() -> None:
+def test_changelog_follows_keep_a_changelog():
     """Versions, and below them kinds of changes: https://keepachangelog.com/en/1.1.0/."""
     text = (ROOT / "CHANGELOG.md").read_text(encoding="utf-8")
     versions = re.findall(r"^## (.+)$", text, re.MULTILINE)
@@ -53,7 +51,7 @@ def test_changelog_follows_keep_a_changelog() -> None:
     assert kinds <= {"Added", "Changed", "Deprecated", "Removed", "Fixed", "Security"}
 
 
-def test_workflow_runs_each_python_with_its_megatron() -> None:
+def test_workflow_runs_each_python_with_its_megatron():
     (job,) = yaml.safe_load((ROOT / ".github" / "workflows" / "tests.yml").read_text(encoding="utf-8"))["jobs"].values()
     pins = (ROOT / "megarl" / "pins" / "default.txt").read_text(encoding="utf-8")
     expected = [
@@ -68,7 +66,7 @@ def test_workflow_runs_each_python_with_its_megatron() -> None:
 
 
 @pytest.mark.parametrize(("tag", "accepted"), [(f"v{megarl.__version__}", True), ("v99.0.0", False)])
-def test_release_workflow_checks_the_tag_and_takes_the_notes(tag: str, accepted: bool, tmp_path: Path) -> None:
+def test_release_workflow_checks_the_tag_and_takes_the_notes(tag, accepted, tmp_path):
     workflow = yaml.safe_load((ROOT / ".github" / "workflows" / "release.yml").read_text(encoding="utf-8"))
     (script,) = [step["run"] for step in workflow["jobs"]["draft"]["steps"] if "notes.md\n" in step.get("run", "")]
     shutil.copy(ROOT / "CHANGELOG.md", tmp_path)
@@ -98,7 +96,7 @@ TEXTS = (
 )
 
 
-def test_no_text_installs_megarl_by_name_or_names_a_registry() -> None:
+def test_no_text_installs_megarl_by_name_or_names_a_registry():
     """The name belongs to another project on the public registry."""
     assert INSTALLS_BY_NAME.search("run pip install 'megarl[gpu]' first")
     assert INSTALLS_BY_NAME.search("pip install -c megarl/pins/default.txt megarl")

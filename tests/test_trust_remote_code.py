@@ -1,7 +1,5 @@
 """No call loads a model, tokenizer or config of transformers with code of a model folder."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -9,7 +7,7 @@ ROOT = Path(__file__).resolve().parents[1]
 FOLDERS = ("megarl", "tools", "benchmarks", "examples")
 
 
-def test_every_from_pretrained_declines_code_of_the_model_folder() -> None:
+def test_every_from_pretrained_declines_code_of_the_model_folder():
     """Explicitly: the default of a library may change."""
     calls, open_calls = 0, []
     for path in (file for folder in FOLDERS for file in (ROOT / folder).rglob("*.py")):

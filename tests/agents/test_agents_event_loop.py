@@ -9,20 +9,20 @@ import time
 from megarl.agents.event_loop import monitored_loop
 
 
-async def careless_tool(reported: threading.Event) -> None:
+async def careless_tool(reported):
     reported.wait(60)  # the fault under test
     time.sleep(0.5)  # noqa: ASYNC251 - also the fault; long enough for a second report
 
 
-def test_a_blocked_loop_is_reported_once_with_its_stack() -> None:
+def test_a_blocked_loop_is_reported_once_with_its_stack():
     reports: list[str] = []
     reported = threading.Event()
 
-    def report(text: str) -> None:
+    def report(text):
         reports.append(text)
         reported.set()
 
-    async def conversations() -> None:
+    async def conversations():
         async with monitored_loop(report, blocked_s=0.3), asyncio.timeout(120):
             await asyncio.sleep(0.1)
             await careless_tool(reported)
@@ -35,10 +35,10 @@ def test_a_blocked_loop_is_reported_once_with_its_stack() -> None:
     assert resumed.startswith("the event loop of the conversations runs again, after")
 
 
-def test_a_loop_that_waits_is_not_blocked() -> None:
+def test_a_loop_that_waits_is_not_blocked():
     reports: list[str] = []
 
-    async def conversations() -> None:
+    async def conversations():
         async with monitored_loop(reports.append, blocked_s=0.5):
             await asyncio.sleep(1.2)
 

@@ -1,9 +1,6 @@
 """Experts of a conversation's tokens, gathered over its turns (routing replay R3)."""
 
-from __future__ import annotations
-
 import asyncio
-from collections.abc import Sequence
 
 import numpy as np
 import pytest
@@ -20,12 +17,10 @@ PARAMS = SamplingParams(max_new_tokens=9)
 class Engine:
     """Returns set responses; the two experts of a token in the only layer are the weight version and the token."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.version, self.starts = 0, list[int | None]()
 
-    async def respond(
-        self, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str, routes_from: int | None
-    ) -> Completion:
+    async def respond(self, prompt_ids, params, *, seed, key, routes_from):
         self.starts.append(routes_from)
         tokens = [int(token) for token in key.split()]
         computed = [*prompt_ids, *tokens][routes_from:-1]
@@ -34,30 +29,30 @@ class Engine:
 
 
 @pytest.fixture
-def engine() -> Engine:
+def engine():
     return Engine()
 
 
 @pytest.fixture
-def record(engine: Engine) -> RouteRecord:
+def record(engine):
     return RouteRecord(engine.respond)
 
 
-def generate(record: RouteRecord, prompt: list[int], response: list[int]) -> None:
+def generate(record, prompt, response):
     asyncio.run(record.generate(prompt, PARAMS, seed=0, key=" ".join(map(str, response))))
 
 
-def trajectory(prompt: list[int], response: list[int], mask: list[int]) -> Trajectory:
+def trajectory(prompt, response, mask):
     return Trajectory(prompt, response, mask, [0.0] * len(response), "stop", 2)
 
 
-def routes(record: RouteRecord, *parts: list[int]) -> list[list[int]]:
+def routes(record, *parts):
     result = record.add_to(trajectory(*parts))
     assert result.error is None and result.routes is not None
     return result.routes[:, 0].tolist()
 
 
-def test_each_turn_extends_the_routes_of_the_turns_before(engine: Engine, record: RouteRecord) -> None:
+def test_each_turn_extends_the_routes_of_the_turns_before(engine, record):
     """Tokens keep the experts that they had when they were generated; only new ones are requested."""
     generate(record, [1, 2], [3, 4])
     engine.version = 5
@@ -68,9 +63,7 @@ def test_each_turn_extends_the_routes_of_the_turns_before(engine: Engine, record
     ]  # fmt: skip
 
 
-def test_branches_and_shortened_trajectories_have_the_routes_of_their_tokens(
-    engine: Engine, record: RouteRecord
-) -> None:
+def test_branches_and_shortened_trajectories_have_the_routes_of_their_tokens(engine, record):
     generate(record, [1, 2], [3, 4])
     generate(record, [1, 2], [5, 6, 7])
     generate(record, [1, 2, 3, 4, 8], [9])
@@ -80,7 +73,7 @@ def test_branches_and_shortened_trajectories_have_the_routes_of_their_tokens(
     assert routes(record, [1, 2, 3], [4, 8], [1, 0]) == [[0, 1], [0, 2], [0, 3], [0, 4], [0, 8]]
 
 
-def test_a_rewritten_history_fails_by_name(record: RouteRecord) -> None:
+def test_a_rewritten_history_fails_by_name(record):
     generate(record, [1, 2], [3, 4])
     generate(record, [1, 2, 3, 4, 8], [9])
     failed = record.add_to(trajectory([1, 2], [3, 5, 8, 9], [1, 1, 0, 1]))
@@ -90,7 +83,7 @@ def test_a_rewritten_history_fails_by_name(record: RouteRecord) -> None:
     assert record.add_to(trajectory([1, 2], [3, 5], [1, 0])).error is None
 
 
-def test_routes_become_a_ragged_column(record: RouteRecord) -> None:
+def test_routes_become_a_ragged_column(record):
     generate(record, [1, 2], [3, 4])
     whole = record.add_to(trajectory([1, 2], [3, 4], [1, 1]))
     failed = Trajectory([7, 8, 9], [], [], [], "error", 1, error="failed")
@@ -104,7 +97,7 @@ def test_routes_become_a_ragged_column(record: RouteRecord) -> None:
     assert [len(row) for row in rows] == [4, 4]
 
 
-def test_an_engine_without_routes_is_an_error() -> None:
+def test_an_engine_without_routes_is_an_error():
     with raises("rollout.no-routes") as caught:
         trajectories_to_batch([trajectory([1], [2], [1])], 0, with_routes=True)
     assert str(caught.value) == (

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Sequence
 from dataclasses import replace
 
 import numpy as np
@@ -11,7 +10,7 @@ import pytest
 
 from megarl.agents.loop import Transcript
 from megarl.agents.turns import TurnRecord, context_digest
-from megarl.agents.types import Conversation, StoredTurn, Trajectory
+from megarl.agents.types import Conversation
 from megarl.rollout.interface import Completion, SamplingParams
 
 PARAMS = SamplingParams(6)
@@ -20,18 +19,18 @@ PARAMS = SamplingParams(6)
 class CountingEngine:
     """Generates the tokens 0, 1, 2, ... of each response under a version; a response has ``length`` tokens at most."""
 
-    def __init__(self, length: int = 100, version: int = 1) -> None:
+    def __init__(self, length=100, version=1):
         self.length, self.version = length, version
         self.priors: list[list[int]] = []
 
     async def generate(
         self,
-        prompt_ids: Sequence[int],
-        params: SamplingParams,
+        prompt_ids,
+        params,
         *,
-        prior: Completion | None,
-        **_: object,
-    ) -> Completion:
+        prior,
+        **_,
+    ):
         await asyncio.sleep(0)
         first = 0 if prior is None else len(prior.token_ids)
         self.priors.append([] if prior is None else list(prior.token_ids))
@@ -41,11 +40,11 @@ class CountingEngine:
         return Completion("r", tokens, [-0.5] * len(tokens), finish, self.version).after(prior)
 
 
-def record(engine: CountingEngine, turns=()) -> TurnRecord:
+def record(engine, turns=()):
     return TurnRecord(engine.generate, turns)
 
 
-async def lead(turns: TurnRecord, count: int = 3) -> Trajectory:
+async def lead(turns, count=3):
     """Generate turns, with an observation of two tokens after each."""
     transcript = Transcript(Conversation((), PARAMS, prompt_ids=[7, 8], seed=5))
     transcript.conversation = replace(transcript.conversation, params=SamplingParams(100))
@@ -55,7 +54,7 @@ async def lead(turns: TurnRecord, count: int = 3) -> Trajectory:
     return transcript.end("stop")
 
 
-def test_a_conversation_that_resumes_generates_the_missing_tokens_only() -> None:
+def test_a_conversation_that_resumes_generates_the_missing_tokens_only():
     engine = CountingEngine(4)
     turns = record(engine)
     whole = asyncio.run(lead(turns))
@@ -74,12 +73,12 @@ def test_a_conversation_that_resumes_generates_the_missing_tokens_only() -> None
     assert versions == [1] * 6 + [3] * 6 and whole.weight_version == 1 and not len(whole.weight_versions)
 
 
-def test_a_tool_that_answers_differently_makes_later_turns_new() -> None:
+def test_a_tool_that_answers_differently_makes_later_turns_new():
     engine = CountingEngine(4)
     turns = record(engine)
     asyncio.run(lead(turns))
 
-    async def other(turns: TurnRecord) -> None:
+    async def other(turns):
         transcript = Transcript(Conversation((), SamplingParams(100), prompt_ids=[7, 8], seed=5))
         for _ in range(2):
             await transcript.generate(turns.generate, PARAMS)
@@ -92,11 +91,11 @@ def test_a_tool_that_answers_differently_makes_later_turns_new() -> None:
     assert len(engine.priors) == 4, "three turns before; then the second turn only"
 
 
-def test_unfinished_turns_of_the_engine_are_stored_once_they_are_open() -> None:
-    async def run() -> list[StoredTurn]:
+def test_unfinished_turns_of_the_engine_are_stored_once_they_are_open():
+    async def run():
         waiting = asyncio.Event()
 
-        async def generate(*_: object, **__: object) -> Completion:
+        async def generate(*_, **__):
             waiting.set()
             return await asyncio.Future()
 
@@ -112,8 +111,8 @@ def test_unfinished_turns_of_the_engine_are_stored_once_they_are_open() -> None:
     assert stored.completion == Completion(context_digest([7, 8], 5), [1, 2], [-1.0, -2.0], "abort", 3, (3, 4))
 
 
-def test_an_abort_of_the_engine_reaches_the_loop() -> None:
-    async def generate(*_: object, **__: object) -> Completion:
+def test_an_abort_of_the_engine_reaches_the_loop():
+    async def generate(*_, **__):
         return Completion("r", [1], [-1.0], "abort", 1)
 
     turns = TurnRecord(generate, ())
@@ -122,6 +121,6 @@ def test_an_abort_of_the_engine_reaches_the_loop() -> None:
 
 
 @pytest.mark.parametrize("seed", [0, 2**62, -1])
-def test_contexts_differ_in_tokens_and_seeds(seed: int) -> None:
+def test_contexts_differ_in_tokens_and_seeds(seed):
     digests = {context_digest(*case) for case in (([1, 2], seed), ([1], seed), ([1, 2], seed + 1), ([], seed))}
     assert len(digests) == 4 and context_digest([1, 2], seed) == context_digest(np.array([1, 2]), seed)

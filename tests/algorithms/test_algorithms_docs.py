@@ -21,7 +21,7 @@ SECTIONS = {
 KEYS = {path: item for path, item in walk(TrainConfig) if item.section is None}
 
 
-def table(heading: str) -> list[list[str]]:
+def table(heading):
     """The rows of a section's first table, by cells."""
     section = "|" + PAGE.split(f"\n## {heading}\n")[1].partition("\n|")[2].split("\n\n")[0]
     rows = [line.strip("|").split("|") for line in section.splitlines() if line.startswith("|")]

@@ -33,7 +33,7 @@ from megarl.algorithms.reward_shaping import add_at_last, blend_quality, sequenc
 
 
 @st.composite
-def responses(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
+def responses(draw):
     """Lengths ``[b]``, at least 1; mask of real tokens and of trained tokens ``[b, R]``."""
     lengths = torch.tensor(draw(st.lists(st.integers(1, 6), min_size=1, max_size=6)))
     real = torch.arange(int(lengths.max())) < lengths[:, None]
@@ -41,12 +41,12 @@ def responses(draw: st.DrawFn) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor
     return lengths, real, real & torch.tensor(flags).view_as(real)
 
 
-def numbers(real: torch.Tensor, seed: int) -> torch.Tensor:
+def numbers(real, seed):
     """Random numbers at the real tokens, 0 elsewhere."""
     return torch.randn(real.shape, generator=torch.Generator().manual_seed(seed)) * real
 
 
-def inputs_of(real: torch.Tensor, mask: torch.Tensor, *, sparse: bool = False) -> tuple[AdvantageInputs, np.ndarray]:
+def inputs_of(real, mask, *, sparse=False):
     groups = np.array([f"group {row % 2}" for row in range(len(real))], dtype=object)
     rewards = numbers(real, 1) * ((numbers(real, 2) > 0) if sparse else 1)
     ids = torch.arange(real.numel()).view_as(real) % 3
@@ -68,7 +68,7 @@ def inputs_of(real: torch.Tensor, mask: torch.Tensor, *, sparse: bool = False) -
     return inputs, groups
 
 
-def packed(inputs: AdvantageInputs, real: torch.Tensor) -> AdvantageInputs:
+def packed(inputs, real):
     """Drop the padding."""
     tokens = {
         name: getattr(inputs, name)[real]
@@ -82,7 +82,7 @@ def packed(inputs: AdvantageInputs, real: torch.Tensor) -> AdvantageInputs:
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
 @given(case=responses())
-def test_estimators_read_packed_tokens_like_rectangles(name: str, case: tuple[torch.Tensor, ...]) -> None:
+def test_estimators_read_packed_tokens_like_rectangles(name, case):
     _, real, mask = case
     inputs, _ = inputs_of(real, mask)
     for padded, tokens in zip(ADVANTAGES[name](inputs), ADVANTAGES[name](packed(inputs, real)), strict=True):
@@ -91,7 +91,7 @@ def test_estimators_read_packed_tokens_like_rectangles(name: str, case: tuple[to
 
 
 @pytest.mark.parametrize("name", sorted(ADVANTAGES))
-def test_estimators_read_numbers_of_mixed_precision(name: str) -> None:
+def test_estimators_read_numbers_of_mixed_precision(name):
     """bfloat16, which numpy lacks, and doubles beside it."""
     real = torch.arange(5) < torch.tensor([5, 2, 1, 4])[:, None]
     inputs, _ = inputs_of(real, real)
@@ -108,12 +108,12 @@ def test_estimators_read_numbers_of_mixed_precision(name: str) -> None:
 
 
 @given(case=responses())
-def test_custom_estimators_get_padded_tensors(case: tuple[torch.Tensor, ...]) -> None:
+def test_custom_estimators_get_padded_tensors(case):
     _, real, mask = case
     inputs, _ = inputs_of(real, mask)
     received: list[AdvantageInputs] = []
 
-    def custom(given: AdvantageInputs) -> tuple[torch.Tensor, torch.Tensor]:
+    def custom(given):
         received.append(given)
         return given.token_level_rewards * given.response_mask, given.values
 
@@ -126,7 +126,7 @@ def test_custom_estimators_get_padded_tensors(case: tuple[torch.Tensor, ...]) ->
 
 
 @given(case=responses())
-def test_reductions(case: tuple[torch.Tensor, ...]) -> None:
+def test_reductions(case):
     lengths, real, mask = case
     values = numbers(real, 1)
     for reduce in (sequence_sums, sequence_means):
@@ -141,7 +141,7 @@ def test_reductions(case: tuple[torch.Tensor, ...]) -> None:
 
 
 @given(case=responses())
-def test_reward_shaping_and_kl(case: tuple[torch.Tensor, ...]) -> None:
+def test_reward_shaping_and_kl(case):
     lengths, real, mask = case
     scores, last = numbers(real, 1), lengths - 1
     rows, amounts = have_tokens(mask, None), torch.linspace(-1, 1, len(real))
@@ -164,7 +164,7 @@ def test_reward_shaping_and_kl(case: tuple[torch.Tensor, ...]) -> None:
 
 
 @given(case=responses())
-def test_turns(case: tuple[torch.Tensor, ...]) -> None:
+def test_turns(case):
     lengths, real, mask = case
     ids = torch.arange(real.numel()).view_as(real) % 3
     padded, tokens = turn_numbers(mask), turn_numbers(mask[real], lengths)
@@ -180,7 +180,7 @@ def test_turns(case: tuple[torch.Tensor, ...]) -> None:
 
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @given(case=responses())
-def test_rollout_correction(level: str, case: tuple[torch.Tensor, ...]) -> None:
+def test_rollout_correction(level, case):
     lengths, real, mask = case
     old, rollout, trained = numbers(real, 1), numbers(real, 2), mask
     compared = mask & (numbers(real, 3) > -0.5)

@@ -20,28 +20,28 @@ PAIR = st.tuples(LOG_PROB, LOG_PROB, LOG_PROB, LOG_PROB, st.integers(1, 9), st.i
 Equation = Callable[[float, float, float, float, int, int], tuple[float, float, float]]
 
 
-def log_sigmoid(x: float) -> float:
+def log_sigmoid(x):
     return -math.log1p(math.exp(-x)) if x > -700 else x
 
 
-def smooth(x: float) -> float:
+def smooth(x):
     return -(1 - SMOOTHING) * log_sigmoid(x) - SMOOTHING * log_sigmoid(-x)
 
 
-def dpo(pc: float, pr: float, qc: float, qr: float, nc: int, nr: int) -> tuple[float, float, float]:
+def dpo(pc, pr, qc, qr, nc, nr):
     return smooth(BETA * ((pc - qc) - (pr - qr))), BETA * (pc - qc), BETA * (pr - qr)
 
 
-def hinge(pc: float, pr: float, qc: float, qr: float, nc: int, nr: int) -> tuple[float, float, float]:
+def hinge(pc, pr, qc, qr, nc, nr):
     return max(0.0, 1 - BETA * ((pc - qc) - (pr - qr))), BETA * (pc - qc), BETA * (pr - qr)
 
 
-def ipo(pc: float, pr: float, qc: float, qr: float, nc: int, nr: int) -> tuple[float, float, float]:
+def ipo(pc, pr, qc, qr, nc, nr):
     chosen, rejected = (pc - qc) / nc, (pr - qr) / nr
     return (chosen - rejected - 1 / (2 * BETA)) ** 2, BETA * chosen, BETA * rejected
 
 
-def simpo(pc: float, pr: float, qc: float, qr: float, nc: int, nr: int) -> tuple[float, float, float]:
+def simpo(pc, pr, qc, qr, nc, nr):
     chosen, rejected = BETA * pc / nc, BETA * pr / nr
     return smooth(chosen - rejected - GAMMA), chosen, rejected
 
@@ -49,19 +49,19 @@ def simpo(pc: float, pr: float, qc: float, qr: float, nc: int, nr: int) -> tuple
 EQUATIONS: dict[str, Equation] = {"dpo": dpo, "hinge": hinge, "ipo": ipo, "simpo": simpo}
 
 
-def inputs_of(pairs: list[tuple[float, ...]]) -> PreferenceInputs:
+def inputs_of(pairs):
     columns = [torch.tensor(column, dtype=torch.float64) for column in zip(*pairs, strict=True)]
     return PreferenceInputs(*columns, options=OPTIONS)
 
 
-def test_every_listed_loss_has_an_equation() -> None:
+def test_every_listed_loss_has_an_equation():
     assert set(EQUATIONS) == set(PREFERENCE_LOSSES) == set(PREFERENCE_LOSS_TYPES)
 
 
 @pytest.mark.parametrize("name", EQUATIONS)
 @settings(max_examples=40)
 @given(pairs=st.lists(PAIR, min_size=1, max_size=5))
-def test_loss_equals_its_equation(name: str, pairs: list[tuple[float, ...]]) -> None:
+def test_loss_equals_its_equation(name, pairs):
     result = PREFERENCE_LOSSES[name](inputs_of(pairs))
     for row, pair in enumerate(pairs):
         loss, chosen, rejected = EQUATIONS[name](*pair)
@@ -72,7 +72,7 @@ def test_loss_equals_its_equation(name: str, pairs: list[tuple[float, ...]]) -> 
         assert numbers["accuracy"] == float(numbers["chosen_reward"] > numbers["rejected_reward"])
 
 
-def test_policy_equal_to_its_reference_costs_log_two_and_learns_both_ways() -> None:
+def test_policy_equal_to_its_reference_costs_log_two_and_learns_both_ways():
     chosen, rejected = (torch.full((2,), -5.0, requires_grad=True) for _ in range(2))
     counts = torch.tensor([3, 3])
     reference = torch.full((2,), -5.0)
@@ -86,13 +86,13 @@ def test_policy_equal_to_its_reference_costs_log_two_and_learns_both_ways() -> N
 
 
 @pytest.mark.parametrize("name", [name for name, needed in PREFERENCE_LOSS_TYPES.items() if needed])
-def test_missing_reference_is_an_error(name: str) -> None:
+def test_missing_reference_is_an_error(name):
     one = torch.ones(1)
     with pytest.raises(ValueError, match="needs the log-probs of a reference"):
         PREFERENCE_LOSSES[name](PreferenceInputs(one, one, None, None, one, one, options=OPTIONS))
 
 
-def sigmoid(x: float) -> float:
+def sigmoid(x):
     return 1 / (1 + math.exp(-x)) if x > -700 else 0.0
 
 
@@ -101,7 +101,7 @@ RESPONSES = st.lists(st.tuples(st.floats(-60, 60), st.booleans()), min_size=1, m
 
 @settings(max_examples=60)
 @given(responses=RESPONSES, kl_ratios=st.lists(st.floats(-60, 60), min_size=1, max_size=6))
-def test_kto_equals_its_equation(responses: list[tuple[float, bool]], kl_ratios: list[float]) -> None:
+def test_kto_equals_its_equation(responses, kl_ratios):
     """Ethayarajh et al. 2024: the weight minus the value of a response, which is relative to the estimated KL."""
     weights = {True: 1.5, False: 0.8}
     kl = kto_kl(torch.tensor(kl_ratios, dtype=torch.float64, requires_grad=True))

@@ -1,7 +1,5 @@
 """Reward shaping against loops over tokens in numpy."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 import torch
@@ -19,7 +17,7 @@ from megarl.algorithms import (
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 7))
-def test_quality_is_the_geometric_mean_of_probabilities(seed: int, rows: int, width: int) -> None:
+def test_quality_is_the_geometric_mean_of_probabilities(seed, rows, width):
     random = np.random.default_rng(seed)
     probabilities, mask = random.uniform(1e-6, 1, (rows, width)), random.integers(0, 2, (rows, width))
     log_probs = np.where(mask, np.log(probabilities), np.nan)  # what is masked is not read
@@ -31,15 +29,13 @@ def test_quality_is_the_geometric_mean_of_probabilities(seed: int, rows: int, wi
         assert 0 < quality[row] <= 1
 
 
-def test_length_alone_does_not_change_quality() -> None:
+def test_length_alone_does_not_change_quality():
     log_probs, mask = torch.full((2, 6), -0.7), torch.tensor([[1] * 6, [1] * 2 + [0] * 4])
     assert sequence_quality(log_probs, mask).tolist() == pytest.approx([np.exp(-0.7)] * 2, rel=1e-6)
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 7), st.floats(0, 1), st.booleans())
-def test_blended_quality_is_added_at_the_last_token(
-    seed: int, rows: int, width: int, weight: float, per_token: bool
-) -> None:
+def test_blended_quality_is_added_at_the_last_token(seed, rows, width, weight, per_token):
     random = np.random.default_rng(seed)
     last, chosen = random.integers(0, width, rows), random.integers(0, 2, rows).astype(bool)
     scores = np.zeros((rows, width), dtype=np.float32)
@@ -62,7 +58,7 @@ def test_blended_quality_is_added_at_the_last_token(
         assert not ours[last[row] + 1 :].any()
 
 
-def test_amounts_are_added_at_the_last_token_of_selected_rows() -> None:
+def test_amounts_are_added_at_the_last_token_of_selected_rows():
     rewards = torch.tensor([[1.0, 2.0, 3.0], [4.0, 5.0, 6.0], [7.0, 8.0, 9.0]])
     result = add_at_last(
         rewards, torch.tensor([0.5, -1.0, 9.0]), torch.tensor([True, True, False]), torch.tensor([2, 0, -1])
@@ -72,7 +68,7 @@ def test_amounts_are_added_at_the_last_token_of_selected_rows() -> None:
 
 
 @given(st.integers(0, 10_000), st.integers(1, 5), st.integers(1, 9))
-def test_cosine_similarity_of_rows(seed: int, rows: int, width: int) -> None:
+def test_cosine_similarity_of_rows(seed, rows, width):
     random = np.random.default_rng(seed)
     left, right = random.normal(size=(2, rows, width)).astype(np.float32)
     right[0] = 0

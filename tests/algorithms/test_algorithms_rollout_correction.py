@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import Any
 
 import numpy as np
 import pytest
@@ -25,7 +24,7 @@ ROWS, WIDTH = 6, 7
 
 
 @pytest.fixture(scope="module")
-def drawn() -> dict[str, torch.Tensor]:
+def drawn():
     """Log-probs with masks that have holes: row 1 has a trained tool token, row 4 no trained token."""
     generator = torch.Generator().manual_seed(1)
     old = -3 * torch.rand(ROWS, WIDTH, generator=generator)
@@ -39,7 +38,7 @@ def drawn() -> dict[str, torch.Tensor]:
     return {"old": old, "rollout": rollout, "trained": trained, "compared": compared}
 
 
-def tokens_of(drawn: dict[str, torch.Tensor]) -> list[tuple[int, int, float, float]]:
+def tokens_of(drawn):
     """Row, position, and log-probs of actor and engine of each compared token."""
     return [
         (i, j, drawn["old"][i, j].item(), drawn["rollout"][i, j].item())
@@ -49,16 +48,14 @@ def tokens_of(drawn: dict[str, torch.Tensor]) -> list[tuple[int, int, float, flo
     ]
 
 
-def rows_of(drawn: dict[str, torch.Tensor]) -> dict[int, list[tuple[float, float]]]:
+def rows_of(drawn):
     rows: dict[int, list[tuple[float, float]]] = {}
     for i, _, a, b in tokens_of(drawn):
         rows.setdefault(i, []).append((a, b))
     return rows
 
 
-def weights_in_parts(
-    tensors: list[torch.Tensor], normalize: bool, **options: Any
-) -> tuple[torch.Tensor, dict[str, float]]:
+def weights_in_parts(tensors, normalize, **options):
     """Weights and statistics of the rows in two parts, as two processes compute them."""
     parts = [[one[rows] for one in tensors] for rows in (slice(2), slice(2, None))]
     raw = WeightMoments.merged([importance_weights(*part, **options)[1] for part in parts])
@@ -70,12 +67,10 @@ def weights_in_parts(
 @pytest.mark.parametrize("level", ["token", "sequence"])
 @pytest.mark.parametrize("bounds", [(1.3, None), (1.3, 0.6)])
 @pytest.mark.parametrize("normalize", [False, True])
-def test_importance_weights(
-    drawn: dict[str, torch.Tensor], level: str, bounds: tuple[float, float | None], normalize: bool
-) -> None:
+def test_importance_weights(drawn, level, bounds, normalize):
     upper, lower = bounds
 
-    def cut(ratio: float) -> float:
+    def cut(ratio):
         if lower is not None:
             return ratio if lower <= ratio <= upper else 0.0
         return min(ratio, upper)
@@ -124,10 +119,10 @@ ESTIMATES = {
 REDUCE = {"seq_sum": sum, "seq_mean": lambda values: sum(values) / len(values), "seq_max": max}
 
 
-def out_by_loops(drawn: dict[str, torch.Tensor], rule: Rejection) -> np.ndarray:
+def out_by_loops(drawn, rule):
     scope, _, estimate = rule.option.rpartition("_")
 
-    def out(value: float) -> bool:
+    def out(value):
         if estimate == "k1":
             return not rule.lower <= math.exp(value) <= rule.upper
         return value > rule.upper
@@ -147,7 +142,7 @@ LIMITS = {"k1": (0.75, 1.4), "k2": (0.0, 0.15), "k3": (0.0, 0.12)}
 
 
 @pytest.mark.parametrize("option", REJECTIONS)
-def test_rejections(drawn: dict[str, torch.Tensor], option: str) -> None:
+def test_rejections(drawn, option):
     lower, upper = LIMITS[option[-2:]]
     rule = Rejection(option, upper * (3 if "sum" in option else 1), lower)
     ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
@@ -171,9 +166,7 @@ def test_rejections(drawn: dict[str, torch.Tensor], option: str) -> None:
 @pytest.mark.parametrize(
     ("option", "low", "high"), [("token_k1", 0.5, 1.3), ("seq_sum_k1", 0.3, 1.3), ("seq_mean_k1", 0.75, 1.1)]
 )
-def test_reciprocal_bounds_reject_as_verl_does(
-    drawn: dict[str, torch.Tensor], option: str, low: float, high: float
-) -> None:
+def test_reciprocal_bounds_reject_as_verl_does(drawn, option, low, high):
     """verl keeps ``log a <= -log r <= log b``, also over a sequence (docs/reference/rollout_correction.md)."""
     ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
     trained = drawn["trained"]
@@ -192,7 +185,7 @@ def test_reciprocal_bounds_reject_as_verl_does(
     assert expected.any() and not torch.equal(unchanged, rejected)
 
 
-def test_rejection_rules_combine_and_unknown_ones_are_errors(drawn: dict[str, torch.Tensor]) -> None:
+def test_rejection_rules_combine_and_unknown_ones_are_errors(drawn):
     rules = [Rejection("token_k1", 1.4, 0.75), Rejection("seq_max_k2", 0.3)]
     ratios = log_ratios(drawn["old"], drawn["rollout"], drawn["compared"])
     rejected, counts = rejected_tokens(ratios, drawn["compared"], drawn["trained"], rules)
@@ -203,7 +196,7 @@ def test_rejection_rules_combine_and_unknown_ones_are_errors(drawn: dict[str, to
         rejected_tokens(ratios, drawn["compared"], drawn["trained"], [Rejection("seq_max_k1", 2.0)])
 
 
-def ratio_moments(drawn: dict[str, torch.Tensor]) -> RatioMoments:
+def ratio_moments(drawn):
     """Moments of the rows in two parts, as two processes compute them."""
     tensors = [drawn[name] for name in ("old", "rollout", "compared")]
     return RatioMoments.merged(
@@ -211,7 +204,7 @@ def ratio_moments(drawn: dict[str, torch.Tensor]) -> RatioMoments:
     )
 
 
-def test_kl_distances(drawn: dict[str, torch.Tensor]) -> None:
+def test_kl_distances(drawn):
     logs = [a - b for _, _, a, b in tokens_of(drawn)]
     rows = [np.array(row) for row in rows_of(drawn).values()]
     old, rollout = [-row[:, 0].mean() for row in rows], [-row[:, 1].mean() for row in rows]
@@ -238,7 +231,7 @@ def test_kl_distances(drawn: dict[str, torch.Tensor]) -> None:
     assert none.off_policy_statistics() == none.differences() == {}
 
 
-def test_differences_of_two_lists(drawn: dict[str, torch.Tensor]) -> None:
+def test_differences_of_two_lists(drawn):
     mask = drawn["compared"]
     old, rollout = drawn["old"][mask], drawn["rollout"][mask]
     a, b = old.double().numpy(), rollout.double().numpy()
@@ -257,7 +250,7 @@ def test_differences_of_two_lists(drawn: dict[str, torch.Tensor]) -> None:
     assert "rollout_actor_probs_pearson_corr" not in one.differences()
 
 
-def test_overflowing_ratios_stay_finite() -> None:
+def test_overflowing_ratios_stay_finite():
     old, rollout = torch.tensor([[0.0, -400.0]]), torch.tensor([[-300.0, 0.0]])
     mask = torch.ones(1, 2)
     ratios = log_ratios(old, rollout, mask)

@@ -1,10 +1,7 @@
 """Weights rise from 0 to their maximum over the warm-up and never fall."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -40,12 +37,12 @@ BY_HAND = {
 
 
 @pytest.mark.parametrize("name", SCHEDULES)
-def test_values_are_those_of_the_formulas(name: str) -> None:
+def test_values_are_those_of_the_formulas(name):
     schedule = WeightSchedule(0.4, 8, load_schedule(name), stairs=4)
     assert [schedule.weight(step) for step in range(11)] == pytest.approx(BY_HAND[name], rel=1e-12)
 
 
-def test_table_in_the_documentation() -> None:
+def test_table_in_the_documentation():
     lines = (
         (Path(__file__).parents[2] / "docs" / "reference" / "reward_shaping.md")
         .read_text(encoding="utf-8")
@@ -60,7 +57,7 @@ def test_table_in_the_documentation() -> None:
         assert [f"{share:.3f}" for share in shares] == cells
 
 
-def test_config_lists_the_same_schedules() -> None:
+def test_config_lists_the_same_schedules():
     assert set(WEIGHT_SCHEDULES) == set(SCHEDULES)
 
 
@@ -72,9 +69,7 @@ def test_config_lists_the_same_schedules() -> None:
     st.integers(1, 50),
     st.data(),
 )
-def test_schedules_never_fall_and_end_at_the_maximum(
-    name: str, largest: float, ratio: float, total: int, stairs: int, data: st.DataObject
-) -> None:
+def test_schedules_never_fall_and_end_at_the_maximum(name, largest, ratio, total, stairs, data):
     warmup = warmup_steps(ratio, total)
     assert 0 <= warmup <= total and abs(warmup - ratio * total) < 1 + 1e-6
     schedule = WeightSchedule(largest, warmup, load_schedule(name), stairs)
@@ -88,7 +83,7 @@ def test_schedules_never_fall_and_end_at_the_maximum(
 
 
 @given(st.sampled_from(RISING), st.integers(1, 400))
-def test_weights_of_neighbouring_steps(name: str, warmup: int) -> None:
+def test_weights_of_neighbouring_steps(name, warmup):
     schedule = WeightSchedule(1.0, warmup, load_schedule(name), stairs=7)
     weights = [schedule.weight(step) for step in range(warmup + 1)]
     assert weights == sorted(weights) and (weights[0], weights[-1]) == (0, 1)
@@ -97,7 +92,7 @@ def test_weights_of_neighbouring_steps(name: str, warmup: int) -> None:
 
 
 @pytest.mark.parametrize(("ratio", "total", "steps"), [(0.29, 100, 29), (0.7, 10, 7), (0.05, 10, 0), (1, 3, 3)])
-def test_warmup_steps(ratio: float, total: int, steps: int) -> None:
+def test_warmup_steps(ratio, total, steps):
     assert warmup_steps(ratio, total) == steps
 
 
@@ -112,13 +107,13 @@ number = 3
 
 
 @pytest.fixture(scope="module")
-def own(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def own(tmp_path_factory):
     file = tmp_path_factory.mktemp("own") / "shapes.py"
     file.write_text(OWN, encoding="utf-8")
     return file
 
 
-def test_user_schedule(own: Path) -> None:
+def test_user_schedule(own):
     schedule = WeightSchedule(2.0, 10, load_schedule(f"{own}:square"))
     assert [schedule.weight(step) for step in (0, 5, 10, 11)] == pytest.approx([0, 0.5, 2, 2])
 
@@ -133,30 +128,30 @@ def test_user_schedule(own: Path) -> None:
         ("number", "config.user-code-not-callable", "int"),
     ],
 )
-def test_invalid_user_schedules_are_rejected(own: Path, name: str, code: str, values: str) -> None:
+def test_invalid_user_schedules_are_rejected(own, name, code, values):
     with raises(code, f"{own}:{name}", values):
         load_schedule(f"{own}:{name}")
 
 
-def test_unknown_schedule_is_an_error() -> None:
+def test_unknown_schedule_is_an_error():
     with raises("config.unknown-name", "'quadratic'", "sigmoid"):
         load_schedule("quadratic")
 
 
-def rates(schedule: LearningRateSchedule, steps: int) -> list[float]:
+def rates(schedule, steps):
     return [learning_rate(step, schedule) for step in range(steps)]
 
 
-def test_warm_up_rises_linearly_then_stays() -> None:
+def test_warm_up_rises_linearly_then_stays():
     assert rates(LearningRateSchedule(lr=4.0, warmup_steps=4), 6) == [1.0, 2.0, 3.0, 4.0, 4.0, 4.0]
 
 
-def test_linear_decay_ends_at_the_minimum_and_stays_there() -> None:
+def test_linear_decay_ends_at_the_minimum_and_stays_there():
     schedule = LearningRateSchedule(lr=5.0, min_lr=1.0, decay_style="linear", warmup_steps=1, total_steps=5)
     assert rates(schedule, 7) == pytest.approx([5.0, 5.0, 4.0, 3.0, 2.0, 1.0, 1.0])
 
 
-def test_cosine_decay_is_half_a_cosine() -> None:
+def test_cosine_decay_is_half_a_cosine():
     schedule = LearningRateSchedule(lr=3.0, min_lr=1.0, decay_style="cosine", total_steps=4)
     expected = [1.0 + (math.cos(math.pi * step / 4) + 1.0) for step in range(5)]
     assert rates(schedule, 6) == pytest.approx([*expected, 1.0])
@@ -171,7 +166,7 @@ def test_cosine_decay_is_half_a_cosine() -> None:
         ("cosine", [5.0, 4.414214, 3.0, 1.585786]),
     ],
 )
-def test_wsd_is_constant_then_decays(style: str, decay: list[float]) -> None:
+def test_wsd_is_constant_then_decays(style, decay):
     schedule = LearningRateSchedule(
         lr=5.0,
         min_lr=1.0,
@@ -184,7 +179,7 @@ def test_wsd_is_constant_then_decays(style: str, decay: list[float]) -> None:
     assert rates(schedule, 11) == pytest.approx([2.5, 5.0, 5.0, 5.0, 5.0, *decay, 1.0, 1.0], abs=1e-6)
 
 
-def test_wsd_may_decay_from_the_end_of_its_warm_up() -> None:
+def test_wsd_may_decay_from_the_end_of_its_warm_up():
     schedule = LearningRateSchedule(
         lr=2.0, decay_style="wsd", warmup_steps=2, total_steps=4, wsd_decay_steps=2, wsd_decay_style="linear"
     )
@@ -211,7 +206,7 @@ WARMUP, TOTAL, DECAY, LR = 3, 12, 5, 2.0
         ),
     ],
 )
-def test_after_the_warm_up_equals_transformers(ours: dict[str, Any], theirs: Any) -> None:
+def test_after_the_warm_up_equals_transformers(ours, theirs):
     """During warm-up one step ahead of transformers, which starts at rate 0 (with wsd, at the minimum)."""
     schedule = LearningRateSchedule(lr=LR, warmup_steps=WARMUP, total_steps=TOTAL, wsd_decay_steps=DECAY, **ours)
     optimizer = torch.optim.SGD([torch.zeros(1, requires_grad=True)], lr=LR)
@@ -245,6 +240,6 @@ def test_after_the_warm_up_equals_transformers(ours: dict[str, Any], theirs: Any
         ),
     ],
 )
-def test_impossible_schedules_are_rejected(settings: dict[str, Any], code: str, values: list[str]) -> None:
+def test_impossible_schedules_are_rejected(settings, code, values):
     with raises(f"algorithm.schedule-{code}", *values):
         LearningRateSchedule(**settings)

@@ -1,7 +1,5 @@
 """Selection of responses against loops over groups."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import given
@@ -15,14 +13,14 @@ ROWS = st.lists(
 
 
 @given(ROWS)
-def test_varied_groups_have_two_different_scores(rows: list[tuple[float, str, bool]]) -> None:
+def test_varied_groups_have_two_different_scores(rows):
     scores, groups, counted = (np.array(column) for column in zip(*rows, strict=True))
     expected = [len({score for score, other, counts in rows if other == group and counts}) > 1 for _, group, _ in rows]
     assert varied_groups(scores, groups.astype(object), counted).tolist() == expected
 
 
 @given(ROWS, st.integers(1, 3))
-def test_best_of_groups_keeps_the_batch_order(rows: list[tuple[float, str, bool]], keep: int) -> None:
+def test_best_of_groups_keeps_the_batch_order(rows, keep):
     scores, groups, counted = (np.array(column) for column in zip(*rows, strict=True))
     expected = []
     for group in set(groups.tolist()):
@@ -31,7 +29,7 @@ def test_best_of_groups_keeps_the_batch_order(rows: list[tuple[float, str, bool]
     assert best_of_groups(scores, groups.astype(object), counted, keep).tolist() == sorted(expected)
 
 
-def test_covariance_losses_choose_nothing_without_trained_tokens() -> None:
+def test_covariance_losses_choose_nothing_without_trained_tokens():
     empty = np.array([])
     assert best_of_groups(empty, empty.astype(object), empty.astype(bool), 1).tolist() == []
     assert varied_groups(empty, empty.astype(object), empty.astype(bool)).tolist() == []

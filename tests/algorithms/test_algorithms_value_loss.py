@@ -1,7 +1,5 @@
 """The loss on pairs against its equation, worked out with Python's own floats."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -42,7 +40,7 @@ def test_rectangle_and_packed_tokens_give_the_same_numbers():
 CHOSEN, REJECTED, MARGINS = [2.0, -1.0, 0.5], [1.0, 3.0, 0.5], [0.0, 1.0, 0.25]
 
 
-def test_bradley_terry_loss_equals_the_equation() -> None:
+def test_bradley_terry_loss_equals_the_equation():
     result = bradley_terry_loss(
         torch.tensor(CHOSEN), torch.tensor(REJECTED), torch.tensor(MARGINS), center_coefficient=0.01
     )
@@ -55,7 +53,7 @@ def test_bradley_terry_loss_equals_the_equation() -> None:
     assert result.diagnostics["margin"].tolist() == [1, -4, 0]
 
 
-def test_without_margins_a_pair_of_equal_rewards_costs_log_two_and_pulls_them_apart() -> None:
+def test_without_margins_a_pair_of_equal_rewards_costs_log_two_and_pulls_them_apart():
     chosen, rejected = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
     loss = bradley_terry_loss(chosen, rejected).loss
     assert loss.tolist() == pytest.approx([math.log(2)] * 2)
@@ -63,7 +61,7 @@ def test_without_margins_a_pair_of_equal_rewards_costs_log_two_and_pulls_them_ap
     assert chosen.grad.tolist() == [-0.5, -0.5] and rejected.grad.tolist() == [0.5, 0.5]
 
 
-def test_badly_ordered_pair_has_a_finite_loss() -> None:
+def test_badly_ordered_pair_has_a_finite_loss():
     chosen = torch.tensor([-1000.0], requires_grad=True)
     loss = bradley_terry_loss(chosen, torch.tensor([1000.0])).loss
     loss.sum().backward()

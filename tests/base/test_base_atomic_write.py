@@ -1,9 +1,5 @@
 """Atomic writes: a reader finds the old content or the new content, also after a kill."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from support.dying import run_and_die
 
@@ -11,16 +7,14 @@ from megarl.base import atomic_write as module
 from megarl.base.atomic_write import atomic_write, atomic_write_text, replace_folder, restore_replaced_folder
 
 
-def folder_of(path: Path, content: str) -> Path:
+def folder_of(path, content):
     path.mkdir()
     (path / "file").write_text(content, encoding="utf-8")
     return path
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_folder_killed_at_any_change_is_old_or_new(
-    can_exchange: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_folder_killed_at_any_change_is_old_or_new(can_exchange, tmp_path, monkeypatch):
     if not can_exchange:
         monkeypatch.setattr(module, "exchange_paths", lambda *_: False)
     contents, absent = [], 0
@@ -39,14 +33,14 @@ def test_folder_killed_at_any_change_is_old_or_new(
     assert [entry.name for entry in root.iterdir() if entry.name != "file"] == ["out"]
 
 
-def test_failed_rename_keeps_the_old_folder(tmp_path: Path) -> None:
+def test_failed_rename_keeps_the_old_folder(tmp_path):
     path = folder_of(tmp_path / "out", "old")
     with pytest.raises(FileNotFoundError):
         replace_folder(tmp_path / "absent", path)
     assert (path / "file").read_text(encoding="utf-8") == "old" and not restore_replaced_folder(tmp_path / "nothing")
 
 
-def test_file_is_replaced_whole_or_keeps_its_content(tmp_path: Path) -> None:
+def test_file_is_replaced_whole_or_keeps_its_content(tmp_path):
     path = tmp_path / "file"
     atomic_write_text(path, "old")
     with pytest.raises(ZeroDivisionError), atomic_write(path) as temporary:

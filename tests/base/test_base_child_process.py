@@ -18,7 +18,7 @@ from megarl.base.child_process import (
 from megarl.base.processes import child_processes
 
 
-def echo_child(handle: int, prefix: str, seconds: float = 0.0) -> None:
+def echo_child(handle, prefix, seconds=0.0):
     """Reply to each message; ``exit`` ends the process, ``spawn`` starts a grandchild in a new session."""
     with open_connection(handle) as connection:
         while True:
@@ -33,7 +33,7 @@ def echo_child(handle: int, prefix: str, seconds: float = 0.0) -> None:
             connection.send((prefix, message))
 
 
-def parent_of_a_child(handle: int) -> None:
+def parent_of_a_child(handle):
     """Starts a process that dies with this one, sends its pid, and kills itself."""
     with open_connection(handle) as connection:
         child = ChildProcess(f"{__name__}:child_of_parent", os.getpid())
@@ -43,7 +43,7 @@ def parent_of_a_child(handle: int) -> None:
         os.kill(os.getpid(), signal.SIGKILL)
 
 
-def child_of_parent(handle: int, parent: int) -> None:
+def child_of_parent(handle, parent):
     die_with_parent(parent)
     with open_connection(handle) as connection:
         connection.recv()
@@ -51,7 +51,7 @@ def child_of_parent(handle: int, parent: int) -> None:
         time.sleep(600)
 
 
-def start(*arguments: object) -> ChildProcess:
+def start(*arguments):
     return ChildProcess(f"{__name__}:echo_child", *arguments)
 
 

@@ -1,12 +1,9 @@
 """Detection of compilers that torch calls at run time."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import sysconfig
-from pathlib import Path
 
 import pytest
 
@@ -18,7 +15,7 @@ ONLY_THE_KERNEL = {"TORCHINDUCTOR_VEC_ISA_OK": "0", "TORCHINDUCTOR_CPP_CACHE_PRE
 
 
 @pytest.mark.parametrize("compiler", ["", "/nowhere/g++"])
-def test_a_kernel_is_really_compiled(tmp_path: Path, compiler: str) -> None:
+def test_a_kernel_is_really_compiled(tmp_path, compiler):
     environment = {**os.environ, **ONLY_THE_KERNEL, "TORCHINDUCTOR_CACHE_DIR": str(tmp_path)}
     environment |= {"CXX": compiler} if compiler else {}
     done = subprocess.run([sys.executable, "-c", SCRIPT], env=environment, capture_output=True, text=True)
@@ -27,7 +24,7 @@ def test_a_kernel_is_really_compiled(tmp_path: Path, compiler: str) -> None:
     assert any(tmp_path.rglob("*.so")) == (not compiler)
 
 
-def test_missing_tools_are_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_tools_are_named(tmp_path, monkeypatch):
     for tool in ("c++", "ninja"):
         (tmp_path / tool).touch(mode=0o755)
     (tmp_path / "Python.h").touch()

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 
 from megarl.base.disjoint_groups import disjoint_groups
@@ -17,5 +15,5 @@ from megarl.base.disjoint_groups import disjoint_groups
         ({"a": "", "b": "x", "c": ""}, [["a", "b", "c"]]),
     ],
 )
-def test_no_two_items_of_a_group_share_a_resource(resources: dict[str, str], expected: list[list[str]]) -> None:
+def test_no_two_items_of_a_group_share_a_resource(resources, expected):
     assert disjoint_groups(resources, resources.__getitem__) == expected

@@ -1,7 +1,5 @@
 """A folder lock excludes a second process, names it, and ends with it, also where the file system has no locks."""
 
-from __future__ import annotations
-
 import dataclasses
 import errno
 import fcntl
@@ -12,8 +10,6 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.expected_errors import raises
@@ -36,7 +32,7 @@ with folder_lock(Path(sys.argv[1]), LockHolder("theirs", "/runs/theirs"), ""):
 
 
 @pytest.fixture
-def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
+def holder(tmp_path):
     """Another process, with a forked child, that holds ``tmp_path/lock``."""
     command = [sys.executable, "-c", HOLD, str(tmp_path / "lock"), "fork"]
     process = subprocess.Popen(command, stdout=subprocess.PIPE, text=True, start_new_session=True)
@@ -46,23 +42,21 @@ def holder(tmp_path: Path) -> Iterator[subprocess.Popen[str]]:
     process.wait()
 
 
-def acquire(file: Path) -> None:
+def acquire(file):
     with folder_lock(file, OWN, REMEDY):
         pass
 
 
-def write_record(file: Path, **fields: object) -> None:
+def write_record(file, **fields):
     holder = LockHolder("theirs", "/runs/theirs", **fields)  # type: ignore[arg-type]
     file.write_text(json.dumps(dataclasses.asdict(holder)), encoding="utf-8")
 
 
-def without_flock(*_: object) -> None:
+def without_flock(*_):
     raise OSError(errno.ENOLCK, "No locks available")
 
 
-def test_a_second_process_is_rejected_until_the_first_is_killed(
-    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_second_process_is_rejected_until_the_first_is_killed(tmp_path, holder, monkeypatch):
     """A forked child of the killed holder, which lives on, does not keep the lock."""
     file = tmp_path / "lock"
     with raises("disk.folder-in-use") as raised:
@@ -79,9 +73,7 @@ def test_a_second_process_is_rejected_until_the_first_is_killed(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_file_system_without_locks_checks_the_process_of_the_record(
-    tmp_path: Path, holder: subprocess.Popen[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_file_system_without_locks_checks_the_process_of_the_record(tmp_path, holder, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", without_flock)
     monkeypatch.setattr(module, "_SETTLE_S", 0.0)
     with raises("disk.folder-in-use", f"process {holder.pid} on"):
@@ -92,9 +84,7 @@ def test_a_file_system_without_locks_checks_the_process_of_the_record(
     assert list(tmp_path.iterdir()) == []
 
 
-def test_a_process_with_the_id_of_the_dead_holder_is_not_the_holder(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_with_the_id_of_the_dead_holder_is_not_the_holder(tmp_path, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", without_flock)
     monkeypatch.setattr(module, "_SETTLE_S", 0.0)
     write_record(tmp_path / "lock")  # this process
@@ -105,9 +95,7 @@ def test_a_process_with_the_id_of_the_dead_holder_is_not_the_holder(
 
 
 @pytest.mark.parametrize("alive", [True, False])
-def test_a_holder_on_another_host_lives_as_long_as_its_time_stamp_changes(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, alive: bool
-) -> None:
+def test_a_holder_on_another_host_lives_as_long_as_its_time_stamp_changes(tmp_path, monkeypatch, alive):
     """As on a network file system whose ``flock`` each host sees alone."""
     file = tmp_path / "lock"
     write_record(file, host="node7", kernel="another boot")
@@ -117,7 +105,7 @@ def test_a_holder_on_another_host_lives_as_long_as_its_time_stamp_changes(
         return
     ended = threading.Event()
 
-    def beat() -> None:
+    def beat():
         while not ended.wait(0.1):
             os.utime(file)
 
@@ -131,7 +119,7 @@ def test_a_holder_on_another_host_lives_as_long_as_its_time_stamp_changes(
         thread.join()
 
 
-def test_the_holder_renews_its_time_stamp(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_holder_renews_its_time_stamp(tmp_path, monkeypatch):
     monkeypatch.setattr(module, "HEARTBEAT_S", 0.05)
     with folder_lock(tmp_path / "lock", OWN, REMEDY):
         os.utime(tmp_path / "lock", (0, 0))
@@ -141,6 +129,6 @@ def test_the_holder_renews_its_time_stamp(tmp_path: Path, monkeypatch: pytest.Mo
         assert (tmp_path / "lock").stat().st_mtime > 0
 
 
-def test_a_damaged_record_is_stale(tmp_path: Path) -> None:
+def test_a_damaged_record_is_stale(tmp_path):
     (tmp_path / "lock").write_text("[" * 100_000, encoding="utf-8")
     acquire(tmp_path / "lock")

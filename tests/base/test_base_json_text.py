@@ -1,11 +1,8 @@
 """JSON nested too deeply: every reader of text from outside reports it as malformed."""
 
-from __future__ import annotations
-
 import asyncio
 import json
 import sys
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -32,10 +29,10 @@ DEEP = ["[" * 100_000, '{"a":' * 100_000]
 """Python's own parser raises RecursionError, which no caller expects, for both."""
 
 
-def in_file(name: str, content: str = "{}"):
+def in_file(name, content="{}"):
     """Return a function that writes a file below a folder and returns its path."""
 
-    def write(folder: Path, deep: str) -> Path:
+    def write(folder, deep):
         path = folder / name
         path.parent.mkdir(parents=True, exist_ok=True)
         path.write_text(content.format(deep), encoding="utf-8")
@@ -109,10 +106,10 @@ def test_a_nested_tool_call_is_malformed(deep):
 
 @pytest.mark.parametrize("deep", DEEP, ids=["list", "object"])
 def test_a_nested_answer_of_a_service_is_a_failure_of_the_service(deep):
-    async def answer(request: web.Request) -> web.Response:
+    async def answer(request):
         return web.Response(text=deep)
 
-    async def ask() -> None:
+    async def ask():
         app = web.Application()
         app.router.add_post("/{path:.*}", answer)
         runner = web.AppRunner(app)

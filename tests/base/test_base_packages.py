@@ -1,10 +1,7 @@
 """Optional packages: found without an import, and the error for a missing one."""
 
-from __future__ import annotations
-
 import gc
 import sys
-from pathlib import Path
 
 import pytest
 from support.expected_errors import raises
@@ -12,13 +9,13 @@ from support.expected_errors import raises
 from megarl.base.packages import import_large, install_command, is_installed, require_sglang, without_garbage_collection
 
 
-def test_packages_are_found_without_an_import() -> None:
+def test_packages_are_found_without_an_import():
     assert is_installed("this")
     assert "this" not in sys.modules
     assert not is_installed("no_such_package") and not is_installed("no_such_package.module")
 
 
-def test_missing_sglang_is_an_error_with_the_key_and_the_installation(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_sglang_is_an_error_with_the_key_and_the_installation(monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
     with raises("sglang.not-installed", "ensure_gpu_environment sglang") as caught:
         require_sglang()
@@ -29,7 +26,7 @@ def test_missing_sglang_is_an_error_with_the_key_and_the_installation(monkeypatc
     )
 
 
-def test_collection_is_off_during_the_import_and_on_afterwards(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_collection_is_off_during_the_import_and_on_afterwards(tmp_path, monkeypatch):
     (tmp_path / "imaginary_large.py").write_text("import gc\nenabled = gc.isenabled()\n", encoding="utf-8")
     monkeypatch.syspath_prepend(str(tmp_path))
     assert not import_large("imaginary_large").enabled
@@ -39,13 +36,13 @@ def test_collection_is_off_during_the_import_and_on_afterwards(tmp_path: Path, m
     assert gc.get_freeze_count() <= frozen, "a module that is loaded freezes nothing"
 
 
-def test_collection_is_on_after_a_failed_import() -> None:
+def test_collection_is_on_after_a_failed_import():
     with pytest.raises(ModuleNotFoundError):
         import_large("no_such_module")
     assert gc.isenabled()
 
 
-def test_block_leaves_collection_off_if_it_was_off() -> None:
+def test_block_leaves_collection_off_if_it_was_off():
     gc.disable()
     try:
         with without_garbage_collection():

@@ -1,7 +1,5 @@
 """Free ports, and ports that a socket reserves."""
 
-from __future__ import annotations
-
 import socket
 
 import psutil
@@ -11,7 +9,7 @@ from megarl.base import ports
 
 
 @pytest.mark.parametrize("host", ["", "127.0.0.1", "::1"])
-def test_free_port_can_be_bound_and_reserved_port_cannot(host: str) -> None:
+def test_free_port_can_be_bound_and_reserved_port_cannot(host):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with socket.socket(family) as mine:
         mine.bind((host, ports.free_port(host)))
@@ -20,7 +18,7 @@ def test_free_port_can_be_bound_and_reserved_port_cannot(host: str) -> None:
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1"])
-def test_a_server_listens_on_its_reserved_port(host: str) -> None:
+def test_a_server_listens_on_its_reserved_port(host):
     family = socket.AF_INET6 if ":" in host else socket.AF_INET
     with ports.held_port(host) as port:
         address = host, port
@@ -30,7 +28,7 @@ def test_a_server_listens_on_its_reserved_port(host: str) -> None:
                 socket.create_server(address, family=family)
 
 
-def test_ports_in_use_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ports_in_use_are_skipped(monkeypatch):
     free = ports.free_port()
     with ports.reserve_port("") as taken:
         number = taken.getsockname()[1]
@@ -41,7 +39,7 @@ def test_ports_in_use_are_skipped(monkeypatch: pytest.MonkeyPatch) -> None:
             ports.free_port()
 
 
-def test_collectives_listen_on_the_interface_of_the_address() -> None:
+def test_collectives_listen_on_the_interface_of_the_address():
     """Linux reports interfaces and addresses in /proc; a node has at least loopback."""
     for address in ("127.0.0.1", "127.0.0.2"):  # the second: of another node of a cluster on this machine
         assert ports.collective_interfaces(address) == {"GLOO_SOCKET_IFNAME": "lo", "NCCL_SOCKET_IFNAME": "lo"}

@@ -1,7 +1,5 @@
 """The private folder is this user's alone, whatever another user has put in its place."""
 
-from __future__ import annotations
-
 import os
 import stat
 import tempfile
@@ -16,22 +14,20 @@ NAME = f"megarl-{os.geteuid()}"
 
 
 @pytest.fixture
-def root(monkeypatch: pytest.MonkeyPatch) -> Path:
+def root(monkeypatch):
     """A short folder for temporary files."""
     folder = tempfile.mkdtemp(dir="/tmp")
     monkeypatch.setattr(tempfile, "tempdir", folder)
     return Path(folder)
 
 
-def test_it_is_made_for_this_user_only_and_found_again(root: Path) -> None:
+def test_it_is_made_for_this_user_only_and_found_again(root):
     folder = private_folder()
     assert folder == private_folder() == root / NAME
     assert stat.S_IMODE(folder.stat().st_mode) == 0o700
 
 
-def test_a_long_folder_for_temporary_files_is_replaced_and_a_long_explicit_one_refused(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_long_folder_for_temporary_files_is_replaced_and_a_long_explicit_one_refused(tmp_path, monkeypatch):
     long = str(tmp_path / ("x" * 60))
     monkeypatch.setattr(tempfile, "tempdir", long)
     assert private_folder() == Path("/tmp") / NAME
@@ -39,17 +35,17 @@ def test_a_long_folder_for_temporary_files_is_replaced_and_a_long_explicit_one_r
         private_folder(long)
 
 
-def open_folder(path: Path, root: Path) -> None:
+def open_folder(path, root):
     path.mkdir()
     path.chmod(0o777)
 
 
-def link(path: Path, root: Path) -> None:
+def link(path, root):
     (root / "target").mkdir(0o700)
     path.symlink_to(root / "target")
 
 
-def foreign(path: Path, root: Path) -> None:
+def foreign(path, root):
     path.mkdir(0o700)
     os.chown(path, 12345, 12345)
 
@@ -63,12 +59,12 @@ FORGERIES = [
 
 
 @pytest.mark.parametrize(("forge", "fault"), [*FORGERIES, *([(foreign, "owner")] if os.geteuid() == 0 else [])])
-def test_what_another_user_has_put_there_is_refused_at_once(root: Path, forge, fault: str) -> None:  # type: ignore[no-untyped-def]
+def test_what_another_user_has_put_there_is_refused_at_once(root, forge, fault):  # type: ignore[no-untyped-def]
     forge(root / NAME, root)
     with raises(f"disk.private-folder-{fault}", root / NAME):
         private_folder()
 
 
-def test_a_folder_that_cannot_be_made_is_named() -> None:
+def test_a_folder_that_cannot_be_made_is_named():
     with raises("disk.private-folder-create", "/nowhere"):
         private_folder("/nowhere")

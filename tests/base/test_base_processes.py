@@ -1,13 +1,10 @@
 """The process table of real processes, and of a folder with the records of a process that is being reaped."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -39,7 +36,7 @@ FAMILY = (
 
 
 @pytest.fixture
-def parent() -> Iterator[subprocess.Popen[str]]:
+def parent():
     """A process with a child; the child's process ID is the first line of its output."""
     process = subprocess.Popen([sys.executable, "-c", FAMILY], stdout=subprocess.PIPE, text=True)
     yield process
@@ -48,7 +45,7 @@ def parent() -> Iterator[subprocess.Popen[str]]:
 
 
 @pytest.fixture
-def empty_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> psutil.Process:
+def empty_record(tmp_path, monkeypatch):
     """A process whose record is empty, as the kernel shows it for a moment while the process is reaped."""
     process = psutil.Process()
     (tmp_path / str(os.getpid())).mkdir()
@@ -59,7 +56,7 @@ def empty_record(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> psutil.Proc
     return process
 
 
-def test_family_of_a_process(parent) -> None:
+def test_family_of_a_process(parent):
     grandchild = int(parent.stdout.readline())
     child = psutil.Process(parent.pid)
     assert child in child_processes() and psutil.Process(grandchild) not in child_processes()
@@ -69,7 +66,7 @@ def test_family_of_a_process(parent) -> None:
     assert command_line(child).startswith(f"{sys.executable} -c") and not has_ended(child)
 
 
-def test_zombie_has_ended_and_is_reaped_by_a_wait(parent) -> None:
+def test_zombie_has_ended_and_is_reaped_by_a_wait(parent):
     child, grandchild = psutil.Process(parent.pid), psutil.Process(int(parent.stdout.readline()))
     assert set(wait_for_ends([child, grandchild], 0.05)) == {child, grandchild}
     child.kill()
@@ -82,17 +79,17 @@ def test_zombie_has_ended_and_is_reaped_by_a_wait(parent) -> None:
     assert wait_for_ends([grandchild], 30) == []
 
 
-def test_process_whose_record_stays_empty_has_ended(empty_record) -> None:
+def test_process_whose_record_stays_empty_has_ended(empty_record):
     with pytest.raises(IndexError):  # the reason for this module
         empty_record.status()
     assert has_ended(empty_record) and list(all_processes()) == []
 
 
 @pytest.fixture
-def in_pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], object]], None]:
+def in_pause(monkeypatch):
     """``in_pause(number, act)``: acts in a later pause between two reads, the first, second, ..."""
 
-    def plan(number: int, act: Callable[[], object]) -> None:
+    def plan(number, act):
         pauses = iter(range(1, number + 1))
         clock = SimpleNamespace(monotonic=time.monotonic, sleep=lambda _: next(pauses, 0) == number and act())
         monkeypatch.setattr(module, "time", clock)
@@ -100,7 +97,7 @@ def in_pause(monkeypatch: pytest.MonkeyPatch) -> Callable[[int, Callable[[], obj
     return plan
 
 
-def test_empty_record_is_read_again(empty_record, in_pause, tmp_path) -> None:
+def test_empty_record_is_read_again(empty_record, in_pause, tmp_path):
     """A thread that a signal interrupts reads the record of a live process at the second attempt."""
     file, name = tmp_path / str(os.getpid()) / "stat", Path("/proc/self/comm").read_text(encoding="utf-8").strip()
     for read, expected in ((has_ended, False), (process_name, name), (descendants, [])):
@@ -109,11 +106,11 @@ def test_empty_record_is_read_again(empty_record, in_pause, tmp_path) -> None:
         assert read(empty_record) == expected
 
 
-def test_file_of_a_process() -> None:
+def test_file_of_a_process():
     assert read_kernel_file("/proc/self/stat").startswith(f"{os.getpid()} (")
 
 
-def test_empty_file_is_read_again_and_stays_empty_in_the_end(in_pause, tmp_path: Path) -> None:
+def test_empty_file_is_read_again_and_stays_empty_in_the_end(in_pause, tmp_path):
     file = tmp_path / "stat"
     file.write_text("", encoding="utf-8")
     assert read_kernel_file(str(file)) == ""
@@ -121,11 +118,11 @@ def test_empty_file_is_read_again_and_stays_empty_in_the_end(in_pause, tmp_path:
     assert read_kernel_file(str(file)) == "1 (init)"
 
 
-def test_missing_or_unreadable_file_is_empty(tmp_path: Path) -> None:
+def test_missing_or_unreadable_file_is_empty(tmp_path):
     assert read_kernel_file(str(tmp_path / "none")) == read_kernel_file(str(tmp_path)) == ""
 
 
-def test_fields_of_a_process_equal_psutils() -> None:
+def test_fields_of_a_process_equal_psutils():
     """A process waits; then it has ended."""
     code = "import sys; print(flush=True); sys.stdin.read()"
     with subprocess.Popen([sys.executable, "-c", code], stdin=subprocess.PIPE, stdout=subprocess.PIPE) as process:
@@ -142,12 +139,12 @@ def test_fields_of_a_process_equal_psutils() -> None:
     assert resident_bytes() > 2**20
 
 
-def test_children_of_a_process_that_ends_between_the_reads_are_none(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_children_of_a_process_that_ends_between_the_reads_are_none(monkeypatch):
     """The process has a folder of threads when the read begins, and ends before its content is listed."""
     with subprocess.Popen(["sleep", "60"]) as process:
         list_folder = os.listdir
 
-        def end_and_list(path: str) -> list[str]:
+        def end_and_list(path):
             process.kill()
             process.wait()
             return list_folder(path)

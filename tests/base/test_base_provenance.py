@@ -1,7 +1,5 @@
 """Software, machine and source of a run."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 from pathlib import Path
@@ -12,13 +10,13 @@ from megarl.base import provenance
 from megarl.base.provenance import command_with, git_state, run_facts
 
 
-def git(folder: Path, *arguments: str) -> str:
+def git(folder, *arguments):
     identity = ["-c", "user.name=a", "-c", "user.email=a@b.c"]
     done = subprocess.run(["git", *identity, *arguments], cwd=folder, capture_output=True, text=True, check=True)
     return done.stdout.strip()
 
 
-def test_checkout_has_commit_and_changed_files(tmp_path: Path) -> None:
+def test_checkout_has_commit_and_changed_files(tmp_path):
     git(tmp_path, "init", "-q", "-b", "work")
     assert git_state(tmp_path) is None, "no commit yet"
     (tmp_path / "a b.py").write_text("1", encoding="utf-8")
@@ -36,13 +34,13 @@ def test_checkout_has_commit_and_changed_files(tmp_path: Path) -> None:
     assert git_state(installed) is None, "a package installed inside somebody's checkout is not of that checkout"
 
 
-def test_missing_git_is_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_git_is_no_error(tmp_path, monkeypatch):
     assert git_state(tmp_path) is None
     monkeypatch.setenv("PATH", str(tmp_path))
     assert git_state(Path(provenance.__file__).parent) is None
 
 
-def test_run_facts_of_this_process(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_run_facts_of_this_process(tmp_path, monkeypatch):
     git(tmp_path, "init", "-q", "-b", "custom")
     (tmp_path / "reward.py").touch()
     git(tmp_path, "add", ".")

@@ -1,7 +1,5 @@
 """Secrets are found by the name of their key and by their form; ordinary values stay."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.base import redaction
@@ -37,7 +35,7 @@ from megarl.base.redaction import (
         "a.b.api_key",
     ],
 )
-def test_secret_names(name: str) -> None:
+def test_secret_names(name):
     assert is_secret_name(name) and redact({name: "abc"}) == {name: REDACTED}
 
 
@@ -55,11 +53,11 @@ def test_secret_names(name: str) -> None:
         "author",
     ],
 )
-def test_ordinary_names(name: str) -> None:
+def test_ordinary_names(name):
     assert not is_secret_name(name) and redact({name: "abc"}) == {name: "abc"}
 
 
-def test_nested_values_and_references() -> None:
+def test_nested_values_and_references():
     values = {
         "headers": {"Authorization": "Bearer abcdefgh12345", "Accept": "text/html"},
         "token": ["one", "two"],
@@ -111,7 +109,7 @@ def test_nested_values_and_references() -> None:
         ("step 3: eos_token=</s>, http://host:8000/a@b", "step 3: eos_token=</s>, http://host:8000/a@b"),
     ],
 )
-def test_texts(text: str, expected: str) -> None:
+def test_texts(text, expected):
     assert redact_text(text) == expected
 
 
@@ -134,13 +132,13 @@ def test_texts(text: str, expected: str) -> None:
         "SG." + "a1B2" * 5 + "." + "a1B2" * 8,
     ],
 )
-def test_keys_of_services_are_found_by_their_prefix(form: str) -> None:
+def test_keys_of_services_are_found_by_their_prefix(form):
     assert redact_text(f"call({form!r})") == f"call('{REDACTED}')"
     assert redact_text(f"export KEY_{form}") == f"export KEY_{REDACTED}"
     assert redact_text(f"x{form}") == f"x{form}", "a longer word"
 
 
-def test_words_of_a_command() -> None:
+def test_words_of_a_command():
     words = [
         "python",
         "-m",
@@ -156,7 +154,7 @@ def test_words_of_a_command() -> None:
     assert redact_words(words) == expected
 
 
-def test_secrets_of_the_configuration_and_of_the_process_are_found_everywhere() -> None:
+def test_secrets_of_the_configuration_and_of_the_process_are_found_everywhere():
     remember_secret("a token made here")
     try:
         remember_secrets({"judge": {"api_key": "correct horse"}, "n": 5})

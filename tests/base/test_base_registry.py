@@ -10,7 +10,7 @@ from megarl.base.user_code import load_user_function
 
 
 @pytest.fixture
-def registry() -> Registry:
+def registry():
     registry: Registry = Registry("some.key")
     registry.register("one", "eins")(len)
     registry.register("two")(max)

@@ -1,7 +1,5 @@
 """The rendezvous store listens on one address only: any client that reaches it may read and write every key."""
 
-from __future__ import annotations
-
 import socket
 from concurrent.futures import ThreadPoolExecutor
 from datetime import timedelta
@@ -16,14 +14,14 @@ from megarl.base.rendezvous import host_store, join_rendezvous
 LIMIT = timedelta(seconds=30)
 
 
-def listening_addresses(port: int) -> list[str]:
+def listening_addresses(port):
     """Addresses on which this process listens at a port, by the kernel's tables."""
     connections = psutil.Process().net_connections("inet")
     return [entry.laddr.ip for entry in connections if entry.status == psutil.CONN_LISTEN and entry.laddr.port == port]
 
 
 @pytest.mark.parametrize("host", ["127.0.0.1", "::1", "localhost"])
-def test_store_listens_on_its_address_only_and_ends_with_the_object(host: str) -> None:
+def test_store_listens_on_its_address_only_and_ends_with_the_object(host):
     store = host_store(host)
     port = store.port
     assert listening_addresses(port) in (["127.0.0.1"], ["::1"])
@@ -33,7 +31,7 @@ def test_store_listens_on_its_address_only_and_ends_with_the_object(host: str) -
     assert listening_addresses(port) == []
 
 
-def test_ranks_meet_at_rank_0() -> None:
+def test_ranks_meet_at_rank_0():
     with held_port("127.0.0.1") as port, ThreadPoolExecutor(2) as threads:
         stores = list(threads.map(lambda rank: join_rendezvous("127.0.0.1", port, rank, 2, LIMIT), (0, 1)))
     stores[1].set("from 1", "here")
@@ -41,14 +39,14 @@ def test_ranks_meet_at_rank_0() -> None:
     assert listening_addresses(port) == ["127.0.0.1"]
 
 
-def test_rank_0_uses_the_store_of_torchruns_agent(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_0_uses_the_store_of_torchruns_agent(monkeypatch):
     agent = host_store("127.0.0.1")
     agent.set("by", "agent")
     monkeypatch.setenv("TORCHELASTIC_USE_AGENT_STORE", "True")
     assert join_rendezvous("127.0.0.1", agent.port, 0, 1, LIMIT).get("by") == b"agent"
 
 
-def test_foreign_address_and_taken_port_are_errors_with_the_address() -> None:
+def test_foreign_address_and_taken_port_are_errors_with_the_address():
     with raises("launch.rendezvous-address", "192.0.2.1:0"):
         host_store("192.0.2.1")  # an address of the documentation range
     with socket.create_server(("127.0.0.1", 0)) as taken:

@@ -11,9 +11,7 @@ import logging
 import os
 import resource
 import signal
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 
 import pytest
 
@@ -26,7 +24,7 @@ from megarl.tracking.sample_files import SampleFiles
 
 
 @pytest.fixture(autouse=True)
-def counted_anew() -> Iterator[None]:
+def counted_anew():
     RUN_WRITER.reset()
     yield
     RUN_WRITER.close()
@@ -34,7 +32,7 @@ def counted_anew() -> Iterator[None]:
 
 
 @contextmanager
-def file_size_limit(size: int) -> Iterator[None]:
+def file_size_limit(size):
     """Let every write beyond a file size fail; Python ignores the signal."""
     soft, hard = resource.getrlimit(resource.RLIMIT_FSIZE)
     before = signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
@@ -46,7 +44,7 @@ def file_size_limit(size: int) -> Iterator[None]:
         signal.signal(signal.SIGXFSZ, before)
 
 
-def test_a_full_disk_is_reported_once_and_the_file_catches_up_in_order(tmp_path: Path) -> None:
+def test_a_full_disk_is_reported_once_and_the_file_catches_up_in_order(tmp_path):
     messages: list[str] = []
     writer, file = RunWriter(report=messages.append), tmp_path / "metrics.jsonl"
     file.symlink_to("/dev/full")
@@ -68,7 +66,7 @@ def test_a_full_disk_is_reported_once_and_the_file_catches_up_in_order(tmp_path:
     ]
 
 
-def test_a_write_that_stops_in_the_middle_leaves_no_torn_line(tmp_path: Path) -> None:
+def test_a_write_that_stops_in_the_middle_leaves_no_torn_line(tmp_path):
     writer, file = RunWriter(report=lambda text: None), tmp_path / "file"
     writer.append(file, "whole\n")
     with file_size_limit(10):
@@ -81,7 +79,7 @@ def test_a_write_that_stops_in_the_middle_leaves_no_torn_line(tmp_path: Path) ->
     assert (tmp_path / "report").read_text(encoding="utf-8") == "longer than ten bytes"
 
 
-def test_the_memory_is_bounded_and_the_dropped_file_is_named(tmp_path: Path) -> None:
+def test_the_memory_is_bounded_and_the_dropped_file_is_named(tmp_path):
     messages: list[str] = []
     writer = RunWriter(limit_bytes=100, report=messages.append)
     for name in ("samples", "metrics"):
@@ -94,13 +92,13 @@ def test_the_memory_is_bounded_and_the_dropped_file_is_named(tmp_path: Path) -> 
     assert messages[-1] == f"1 file of the run stay incomplete: {tmp_path}/metrics"
 
 
-def test_every_record_of_a_run_survives_a_full_disk(tmp_path: Path, caplog: pytest.LogCaptureFixture) -> None:
+def test_every_record_of_a_run_survives_a_full_disk(tmp_path, caplog):
     """Metrics, balance, samples, timeline and log of a driver: nothing is raised, and nothing is missing afterwards."""
     with driver_log(tmp_path / "logs", "INFO"):
         metrics, balance = MetricsFile(tmp_path / "metrics.jsonl"), BalanceFile(tmp_path / "balance.jsonl")
         samples, trace = SampleFiles(tmp_path / "samples"), TraceFile(tmp_path / "timeline" / "trace.json", 0)
 
-        def record(step: int) -> None:
+        def record(step):
             metrics.append(step, {"loss": step / 2})
             balance.add(step, {"actor/tokens": [step, step]})
             samples.add(step, [{"output": f"answer {step}"}])
@@ -129,7 +127,7 @@ def test_every_record_of_a_run_survives_a_full_disk(tmp_path: Path, caplog: pyte
     assert log.count("cannot be written") == 1 and log.count("are written again") == 1
 
 
-def test_output_of_a_worker_on_a_full_disk_is_lost_and_counted(tmp_path: Path) -> None:
+def test_output_of_a_worker_on_a_full_disk_is_lost_and_counted(tmp_path):
     log = os.open(tmp_path / "actor-0.log", os.O_WRONLY | os.O_CREAT | os.O_APPEND)
     descriptor, full = os.dup(log), os.open("/dev/full", os.O_WRONLY)
     raw = io.FileIO(descriptor, "w")

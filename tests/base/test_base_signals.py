@@ -10,7 +10,6 @@ import signal
 import threading
 import time
 import weakref
-from collections.abc import Callable
 
 import pytest
 
@@ -33,7 +32,7 @@ PATIENCE_S, POLL_S = 0.4, 0.05
 
 
 @pytest.fixture(autouse=True)
-def less_patience(monkeypatch: pytest.MonkeyPatch) -> None:
+def less_patience(monkeypatch):
     monkeypatch.setattr(signals, "PATIENCE_S", PATIENCE_S)
     monkeypatch.setattr(signals, "POLL_S", POLL_S)
 
@@ -42,32 +41,30 @@ class Target:
     """Something with weak references."""
 
 
-def busy() -> None:
+def busy():
     """Work of pure Python that never waits."""
     end = time.monotonic() + LONG_S
     while time.monotonic() < end:
         pass
 
 
-def blocked() -> None:
+def blocked():
     """A C call that waits without slices."""
     threading.Event().wait(LONG_S)
 
 
-def awaits_future() -> None:
+def awaits_future():
     wait_for(concurrent.futures.Future[None](), LONG_S)
 
 
 @pytest.mark.parametrize("work", [lambda: sleep(LONG_S), awaits_future, busy, blocked])
 @pytest.mark.parametrize("number", [signal.SIGINT, signal.SIGTERM])
-def test_a_signal_in_a_weakref_callback_ends_the_work(
-    work: Callable[[], None], number: int, recwarn: pytest.WarningsRecorder
-) -> None:
+def test_a_signal_in_a_weakref_callback_ends_the_work(work, number, recwarn):
     """Python prints an exception of a weakref callback, and ignores it."""
     calls = []
     target = Target()
 
-    def interrupt(_: object) -> None:
+    def interrupt(_):
         signal.raise_signal(number)
         calls.append("the callback returns: nothing was raised in it")
 
@@ -84,11 +81,11 @@ def test_a_signal_in_a_weakref_callback_ends_the_work(
     assert ending_signal() == 0
 
 
-def test_an_exception_that_python_ignored_is_raised_again(recwarn: pytest.WarningsRecorder) -> None:
+def test_an_exception_that_python_ignored_is_raised_again(recwarn):
     """The work runs in a weakref callback for longer than the patience, and the exception is lost there."""
     target, lost = Target(), []
 
-    def long_callback(_: object) -> None:
+    def long_callback(_):
         request_interrupt()
         try:
             busy()
@@ -103,7 +100,7 @@ def test_an_exception_that_python_ignored_is_raised_again(recwarn: pytest.Warnin
         sleep(LONG_S)
 
 
-def test_the_cleanup_after_an_interrupt_is_not_interrupted() -> None:
+def test_the_cleanup_after_an_interrupt_is_not_interrupted():
     cleaned = False
     with contextlib.suppress(KeyboardInterrupt), signals_exit_in_order():
         try:
@@ -118,7 +115,7 @@ def test_the_cleanup_after_an_interrupt_is_not_interrupted() -> None:
     assert cleaned
 
 
-def test_a_second_signal_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_second_signal_does_not_wait(monkeypatch):
     monkeypatch.setattr(signals, "PATIENCE_S", LONG_S)
     with pytest.raises(KeyboardInterrupt), signals_exit_in_order():
         os.kill(os.getpid(), signal.SIGINT)
@@ -130,7 +127,7 @@ def test_a_second_signal_does_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
             assert time.monotonic() - begin < LONG_S / 2
 
 
-def test_a_shutdown_is_not_disturbed_by_an_earlier_request() -> None:
+def test_a_shutdown_is_not_disturbed_by_an_earlier_request():
     done = False
     with pytest.raises(KeyboardInterrupt), interruptible():
         request_interrupt()
@@ -141,7 +138,7 @@ def test_a_shutdown_is_not_disturbed_by_an_earlier_request() -> None:
     assert done
 
 
-def test_requests_of_watches_can_be_withdrawn_and_signals_cannot() -> None:
+def test_requests_of_watches_can_be_withdrawn_and_signals_cannot():
     with interruptible():
         request_interrupt()
         withdraw_interrupt()
@@ -151,11 +148,11 @@ def test_requests_of_watches_can_be_withdrawn_and_signals_cannot() -> None:
         withdraw_interrupt()  # and no wait follows: the end of the scope raises
 
 
-def test_a_scope_that_ends_while_it_is_interrupted_ends_in_order(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_scope_that_ends_while_it_is_interrupted_ends_in_order(monkeypatch):
     """The default action of a late SIGUSR1, after the end of the scope, would be the end of the process."""
     kill, is_late, has_ended = signal.pthread_kill, threading.Event(), threading.Event()
 
-    def kill_late(thread: int, number: int) -> None:
+    def kill_late(thread, number):
         is_late.set()
         time.sleep(0.2)
         kill(thread, number)
@@ -168,10 +165,10 @@ def test_a_scope_that_ends_while_it_is_interrupted_ends_in_order(monkeypatch: py
     assert has_ended.is_set()
 
 
-def test_waits_of_other_threads_are_not_interrupted() -> None:
+def test_waits_of_other_threads_are_not_interrupted():
     ended = threading.Event()
 
-    def wait() -> None:
+    def wait():
         sleep(2 * POLL_S)
         ended.set()
 
@@ -185,7 +182,7 @@ def test_waits_of_other_threads_are_not_interrupted() -> None:
     assert ended.is_set()
 
 
-def test_a_wait_ends_with_its_time_and_a_result_with_its_error() -> None:
+def test_a_wait_ends_with_its_time_and_a_result_with_its_error():
     with pytest.raises(TimeoutError, match=r"no result within 0\.3 s"):
         wait_for(concurrent.futures.Future[None](), 0.3)
     failed: concurrent.futures.Future[None] = concurrent.futures.Future()
@@ -194,11 +191,11 @@ def test_a_wait_ends_with_its_time_and_a_result_with_its_error() -> None:
         wait_for(failed, 0.0)
 
 
-def test_work_runs_while_the_main_thread_waits() -> None:
+def test_work_runs_while_the_main_thread_waits():
     """Not within the waits of the work itself, in other threads, after the end of a wait, or outside the context."""
     calls: list[float] = []
 
-    def work() -> None:
+    def work():
         calls.append(time.monotonic())
         sleep(3 * POLL_S)
 
@@ -220,8 +217,8 @@ def test_work_runs_while_the_main_thread_waits() -> None:
     assert len(calls) == made
 
 
-def test_an_error_of_the_work_ends_the_wait() -> None:
-    def fail() -> None:
+def test_an_error_of_the_work_ends_the_wait():
+    def fail():
         raise ConnectionError("lost")
 
     with pytest.raises(ConnectionError), while_waiting(fail):
@@ -229,7 +226,7 @@ def test_an_error_of_the_work_ends_the_wait() -> None:
     sleep(2 * POLL_S)  # it does not run outside the context
 
 
-def test_handlers_of_the_environment_return() -> None:
+def test_handlers_of_the_environment_return():
     numbers = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)
     before = [signal.getsignal(number) for number in numbers]
     with signals_exit_in_order(), signals_exit_in_order():

@@ -5,17 +5,13 @@ By default one short journey with a small GRPO job. Longer, with actor, critic a
     CHAOS_MINUTES=20 CHAOS_SEED=7 CHAOS_CONFIG=quickstart bash launch/test.sh tests/chaos -s
 """
 
-from __future__ import annotations
-
 import os
 import time
-from pathlib import Path
 from random import Random
 
 import pytest
 from chaos_campaign import PATIENT_WATCHDOG_S, WATCHDOG_S, Campaign, arguments_of, make_task
 from chaos_faults import FAULTS, NO_FORK_SERVER
-from support.warm_drivers import Drivers
 
 SEED = int(os.environ.get("CHAOS_SEED", "4"))
 MINUTES = float(os.environ.get("CHAOS_MINUTES", "0"))
@@ -35,9 +31,7 @@ ONE_DEVICE = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.ten
 
 
 @pytest.mark.timeout(600 + 120 * MINUTES)
-def test_a_run_through_faults_equals_an_undisturbed_run(
-    tmp_path: Path, drivers: Drivers, shared_server: dict[str, str]
-) -> None:
+def test_a_run_through_faults_equals_an_undisturbed_run(tmp_path, drivers, shared_server):
     steps, faults = (8, 5) if MINUTES else (5, 3)
     watchdog_s = WATCHDOG_S if MINUTES else PATIENT_WATCHDOG_S
     arguments = arguments_of(CONFIG or "quickstart_grpo", make_task(tmp_path / "task"), steps, watchdog_s)

@@ -6,7 +6,6 @@ import logging
 import os
 import signal
 import time
-from collections.abc import Callable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
@@ -21,40 +20,38 @@ from support.task_configs import arithmetic, train_config  # noqa: F401
 from megarl.agents.turns import context_digest
 from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import ConfigError
-from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, agent_runners
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup, agent_runners
 from megarl.cluster.agent_runners import AgentRunners, RunnersLost
 from megarl.cluster.replica_processes import replica_processes
-from megarl.config import TrainConfig
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.models import ParallelLayout
 from megarl.rollout.interface import Completion, SamplingParams
-from megarl.rollout.router import Replica
 
 PARAMS = SamplingParams(5)
 LOOPS = Path(__file__).with_name("runner_loops.py")
 
 
 @pytest.fixture(scope="module")
-def pool(forked_workers: None) -> Iterator[PlacedPool]:
+def pool(forked_workers):
     with RaySession(num_cpus=1) as session:
         yield session.place([ResourcePool("main", "cpu", [1])])["main"]
 
 
 @pytest.fixture(scope="module")
-def replica(pool: PlacedPool) -> WorkerGroup:
+def replica(pool):
     worker = "tests.cluster.light_workers.TimedReplica"
     return WorkerGroup("rollout", worker, {"seconds": 0.6}, ParallelLayout(dp=1), pool, threads=6)
 
 
 @pytest.fixture
 def runners(
-    pool: PlacedPool,
-    train_config: Callable[..., TrainConfig],  # noqa: F811
-    arithmetic: Path,  # noqa: F811
-) -> Iterator[Callable[..., AgentRunners]]:
+    pool,
+    train_config,  # noqa: F811
+    arithmetic,  # noqa: F811
+):
     started: list[AgentRunners] = []
 
-    def start(count: int) -> AgentRunners:
+    def start(count):
         keys = {"agent.num_workers": count, "health.timeout_s": 60.0}
         config = train_config({f"actor_rollout_ref.rollout.{name}": value for name, value in keys.items()})
         started.append(AgentRunners(config, load_tokenizer(str(arithmetic / "model")), pool))
@@ -67,7 +64,7 @@ def runners(
     pool.processes.groups[1:] = []
 
 
-def groups_of(count: int, agent_name: str = "single_turn_agent") -> list[ConversationGroup]:
+def groups_of(count, agent_name="single_turn_agent"):
     return [
         ConversationGroup(
             number=number,
@@ -81,9 +78,7 @@ def groups_of(count: int, agent_name: str = "single_turn_agent") -> list[Convers
     ]
 
 
-def lead(
-    service: AgentRunners, replicas: Mapping[int, Replica], count: int, strikes: list[Callable[[], None]] | None = None
-) -> tuple[dict[SampleId, list[int]], int]:
+def lead(service, replicas, count, strikes=None):
     """Lead conversations to their end; after each of the first reports, one strike."""
     service.open(replicas)
     service.submit(groups_of(count))
@@ -99,7 +94,7 @@ def lead(
     return responses, service.close().runners_lost
 
 
-def expected(count: int) -> dict[SampleId, list[int]]:
+def expected(count):
     return {
         SampleId(number, sample): timed_tokens([3, number], 10 * number + sample)
         for number in range(count)
@@ -107,16 +102,16 @@ def expected(count: int) -> dict[SampleId, list[int]]:
     }
 
 
-def signal_runner(service: AgentRunners, rank: int, number: int) -> None:
+def signal_runner(service, rank, number):
     os.kill(service._group.processes[rank].pid, number)
 
 
 def test_other_runners_repeat_the_conversations_of_a_lost_one(
-    runners: Callable[..., AgentRunners],
-    replica: WorkerGroup,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    runners,
+    replica,
+    caplog,
+    monkeypatch,
+):
     service, replicas = runners(2), replica_processes(replica)
     first = [service._group.processes[rank].pid for rank in range(2)]
     assert lead(service, replicas, 12) == (expected(12), 0)
@@ -140,9 +135,7 @@ def test_other_runners_repeat_the_conversations_of_a_lost_one(
     assert lead(service, replicas, 24, strikes) == (expected(24), 2)
 
 
-def test_statistics_are_taken_while_conversations_go_on(
-    runners: Callable[..., AgentRunners], replica: WorkerGroup
-) -> None:
+def test_statistics_are_taken_while_conversations_go_on(runners, replica):
     """A service that is open for a whole run replaces lost runners there, and keeps no group that has ended."""
     service = runners(2)
     service.open(replica_processes(replica))
@@ -162,9 +155,7 @@ def test_statistics_are_taken_while_conversations_go_on(
     assert service.close().runners_lost == 0
 
 
-def test_turns_of_unfinished_conversations_are_stored(
-    runners: Callable[..., AgentRunners], replica: WorkerGroup
-) -> None:
+def test_turns_of_unfinished_conversations_are_stored(runners, replica):
     """Conversations of a lost runner have none. A conversation resumes after its turns, on the same service."""
     service = runners(2)
     service.open(replica_processes(replica))
@@ -201,11 +192,11 @@ def test_turns_of_unfinished_conversations_are_stored(
 
 
 def test_reports_that_wait_for_the_driver_are_no_silence(
-    runners: Callable[..., AgentRunners],
-    replica: WorkerGroup,
-    caplog: pytest.LogCaptureFixture,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    runners,
+    replica,
+    caplog,
+    monkeypatch,
+):
     """Both reports are ready after a pause that is longer than the limit, such as an update; one is read first."""
     service = runners(2)
     service.open(replica_processes(replica))
@@ -221,11 +212,11 @@ def test_reports_that_wait_for_the_driver_are_no_silence(
 
 
 def test_errors_of_a_runner_reach_the_driver(
-    runners: Callable[..., AgentRunners],
-    replica: WorkerGroup,
-    monkeypatch: pytest.MonkeyPatch,
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    runners,
+    replica,
+    monkeypatch,
+    caplog,
+):
     service, replicas = runners(1), replica_processes(replica)
     service.open(replicas)
     service.submit(groups_of(1, "no_such_loop"))

@@ -7,7 +7,6 @@ import os
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator
 from types import SimpleNamespace
 
 import pytest
@@ -25,9 +24,7 @@ SETTINGS_FRAME = b"\0\0\0\x04\0\0\0\0\0"
 @pytest.mark.parametrize(
     ("present", "visible", "gpus"), [(0, None, 0), (8, None, 8), (8, "2,3", 2), (8, "", 0), (1, "0,1", 1)]
 )
-def test_gpus_of_this_machine_are_those_that_ray_would_have(
-    monkeypatch: pytest.MonkeyPatch, present: int, visible: str | None, gpus: int
-) -> None:
+def test_gpus_of_this_machine_are_those_that_ray_would_have(monkeypatch, present, visible, gpus):
     monkeypatch.setattr(NvidiaGPUAcceleratorManager, "get_current_node_num_accelerators", lambda: present)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     if visible is not None:
@@ -36,11 +33,11 @@ def test_gpus_of_this_machine_are_those_that_ray_would_have(
 
 
 @pytest.fixture
-def serve() -> Iterator[Callable[[bytes], str]]:
+def serve():
     """``serve(reply)``: a server that sends a reply to each connection, or with b"" is silent; returns its address."""
     servers: list[socket.socket] = []
 
-    def answer(server: socket.socket, reply: bytes) -> None:
+    def answer(server, reply):
         with contextlib.suppress(OSError):  # the end of the server
             while True:
                 connection, _ = server.accept()
@@ -50,7 +47,7 @@ def serve() -> Iterator[Callable[[bytes], str]]:
                     connection.sendall(reply)
                     connection.recv(1)  # until the client ends
 
-    def start(reply: bytes) -> str:
+    def start(reply):
         servers.append(socket.create_server(("127.0.0.1", 0)))
         threading.Thread(target=answer, args=(servers[-1], reply), daemon=True).start()
         return f"127.0.0.1:{servers[-1].getsockname()[1]}"
@@ -61,12 +58,12 @@ def serve() -> Iterator[Callable[[bytes], str]]:
         server.close()
 
 
-def test_a_grpc_server_passes(serve: Callable[[bytes], str]) -> None:
+def test_a_grpc_server_passes(serve):
     check_cluster_answers(serve(SETTINGS_FRAME), timeout_s=60)
     check_cluster_answers(f"ray://{serve(SETTINGS_FRAME)}", timeout_s=60)
 
 
-def test_a_hung_server_is_no_cluster(serve: Callable[[bytes], str]) -> None:
+def test_a_hung_server_is_no_cluster(serve):
     address, begin = serve(b""), time.monotonic()
     with pytest.raises(ResourceError) as caught:
         check_cluster_answers(address, timeout_s=0.6)
@@ -77,7 +74,7 @@ def test_a_hung_server_is_no_cluster(serve: Callable[[bytes], str]) -> None:
     assert time.monotonic() - begin < 30
 
 
-def test_a_web_server_is_no_cluster(serve: Callable[[bytes], str], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_web_server_is_no_cluster(serve, monkeypatch):
     """The pauses between the attempts take no time, so the server has a minute for each answer."""
     pauses: list[float] = []
     monkeypatch.setattr(availability, "_RETRY_S", 25.0)
@@ -89,7 +86,7 @@ def test_a_web_server_is_no_cluster(serve: Callable[[bytes], str], monkeypatch: 
     assert len(pauses) == 3
 
 
-def test_a_dead_address_fails_after_the_time_of_the_probe() -> None:
+def test_a_dead_address_fails_after_the_time_of_the_probe():
     with held_port("127.0.0.1") as port:  # nobody listens there
         begin = time.monotonic()
         with raises("ray.no-cluster", f"127.0.0.1:{port}", "Connection refused", "0.5 s"):
@@ -97,10 +94,10 @@ def test_a_dead_address_fails_after_the_time_of_the_probe() -> None:
         assert 0.4 < time.monotonic() - begin < 30
 
 
-def test_a_cluster_that_starts_during_the_probe_is_found(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_cluster_that_starts_during_the_probe_is_found(monkeypatch):
     answers = iter([ConnectionRefusedError(111, "Connection refused"), None])
 
-    def connect(*_: object) -> bool:
+    def connect(*_):
         if (error := next(answers)) is not None:
             raise error
         return True
@@ -110,11 +107,11 @@ def test_a_cluster_that_starts_during_the_probe_is_found(monkeypatch: pytest.Mon
 
 
 @pytest.mark.parametrize("address", ["not an address", "head", ":6379"])
-def test_malformed_addresses_are_refused_at_once(address: str) -> None:
+def test_malformed_addresses_are_refused_at_once(address):
     with raises("ray.no-cluster", address, "host:port"):
         check_cluster_answers(address)
 
 
-def test_names_that_ray_resolves_are_not_probed() -> None:
+def test_names_that_ray_resolves_are_not_probed():
     check_cluster_answers("auto")
     check_cluster_answers("local")

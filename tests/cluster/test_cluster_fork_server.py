@@ -1,7 +1,5 @@
 """Fork server: workers of a local CPU run are forked from one process that has imported their modules."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os
@@ -9,7 +7,6 @@ import socket
 import subprocess
 import sys
 import time
-from collections.abc import Iterator
 from pathlib import Path
 
 import psutil
@@ -33,7 +30,7 @@ print("to standard error", file=sys.stderr, flush=True)
 
 
 @pytest.fixture(scope="module")
-def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
+def server(tmp_path_factory):
     folder = tmp_path_factory.mktemp("modules")
     (folder / "imaginary_module.py").write_text("", encoding="utf-8")
     before = os.environ.get("PYTHONPATH")
@@ -49,7 +46,7 @@ def server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[ForkServer]:
     running.close()
 
 
-def worker(folder: Path, code: str) -> Path:
+def worker(folder, code):
     """Write a script with the name of Ray's script for workers."""
     folder.mkdir(exist_ok=True)
     path = folder / "default_worker.py"
@@ -57,14 +54,14 @@ def worker(folder: Path, code: str) -> Path:
     return path
 
 
-def run_client(address: str, script: Path, *arguments: str, env: dict[str, str]) -> subprocess.CompletedProcess[str]:
+def run_client(address, script, *arguments, env):
     """Run the client as Ray does, and read until its standard streams are closed by the fork."""
     command = [sys.executable, "-I", "-S", ray_programs.__file__, "", str(script), *arguments]
     variables = {**env, ray_programs.ADDRESS: address}
     return subprocess.run(command, capture_output=True, text=True, env=variables, cwd=script.parent, timeout=300)
 
 
-def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: ForkServer, tmp_path: Path) -> None:
+def test_fork_has_the_clients_arguments_environment_folder_and_streams(server, tmp_path):
 
     script = worker(tmp_path, SCRIPT)
     env = {"VALUE": "of the client", "PYTHONPATH": "/modules/of/the/client"}
@@ -78,14 +75,14 @@ def test_fork_has_the_clients_arguments_environment_folder_and_streams(server: F
     assert done.stderr == "to standard error\n"
 
 
-def test_exception_in_a_fork_leaves_the_server_running(server: ForkServer, tmp_path: Path) -> None:
+def test_exception_in_a_fork_leaves_the_server_running(server, tmp_path):
     failing = worker(tmp_path / "failing", "raise ValueError('of the script')")
     fine = worker(tmp_path / "fine", "print('fine')")
     assert "of the script" in run_client(server.address, failing, env={}).stderr
     assert run_client(server.address, fine, env={}).stdout == "fine\n"
 
 
-def test_client_that_is_killed_leaves_the_server_running(server: ForkServer, tmp_path: Path) -> None:
+def test_client_that_is_killed_leaves_the_server_running(server, tmp_path):
     for message in (b"", (10**6).to_bytes(ray_programs.HEADER_BYTES, "big"), b"x"):
         with socket.socket(socket.AF_UNIX, socket.SOCK_STREAM) as connection:
             connection.connect(server.address)
@@ -94,7 +91,7 @@ def test_client_that_is_killed_leaves_the_server_running(server: ForkServer, tmp
     assert run_client(server.address, script, env={}).stdout == "fine\n"
 
 
-def message(body: bytes, size: int | None = None) -> bytes:
+def message(body, size=None):
     return (len(body) if size is None else size).to_bytes(ray_programs.HEADER_BYTES, "big") + body
 
 
@@ -111,7 +108,7 @@ MALFORMED = [
 ]
 
 
-def test_client_with_a_malformed_request_ends_nothing(server: ForkServer, tmp_path: Path) -> None:
+def test_client_with_a_malformed_request_ends_nothing(server, tmp_path):
     no_pid = json.dumps({**REQUEST, "env": {"RAY_RAYLET_PID": "x"}}).encode()
     http = b"GET / HTTP/1.1\r\nHost: localhost\r\n\r\n"
     for text in [*map(message, MALFORMED), message(no_pid), message(b"{}", 2**62), message(b"{}", 0), http]:
@@ -126,8 +123,8 @@ def test_client_with_a_malformed_request_ends_nothing(server: ForkServer, tmp_pa
     assert server._process.poll() is None
 
 
-def test_server_without_further_processes_goes_on(monkeypatch: pytest.MonkeyPatch) -> None:
-    def refuse() -> int:
+def test_server_without_further_processes_goes_on(monkeypatch):
+    def refuse():
         raise BlockingIOError("as beyond the limit of processes")
 
     monkeypatch.setattr(os, "fork", refuse)
@@ -136,13 +133,13 @@ def test_server_without_further_processes_goes_on(monkeypatch: pytest.MonkeyPatc
         assert inherited.fileno() >= 0
 
 
-def test_worker_without_a_server_is_a_new_process(tmp_path: Path) -> None:
+def test_worker_without_a_server_is_a_new_process(tmp_path):
     script = worker(tmp_path, "import sys; print('new', sys.argv[1:])")
     done = run_client(str(tmp_path / "no-socket"), script, "a b", env={})
     assert done.stdout == "new ['a b']\n" and done.returncode == 0
 
 
-def test_early_end_of_the_server_is_reported(caplog: pytest.LogCaptureFixture) -> None:
+def test_early_end_of_the_server_is_reported(caplog):
     server = ForkServer(["no_such_module"])
     server._process.wait(300)
     server.close()
@@ -150,7 +147,7 @@ def test_early_end_of_the_server_is_reported(caplog: pytest.LogCaptureFixture) -
     assert not server.folder.exists()
 
 
-def test_forks_end_with_the_server(tmp_path: Path) -> None:
+def test_forks_end_with_the_server(tmp_path):
     script = worker(tmp_path, "import os, time; print(os.getpid(), flush=True); time.sleep(600)")
     running = ForkServer([])
     command = [sys.executable, "-I", "-S", ray_programs.__file__, "", str(script)]
@@ -162,7 +159,7 @@ def test_forks_end_with_the_server(tmp_path: Path) -> None:
         assert wait_for_ends([fork], 120) == []
 
 
-def test_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
+def test_server_ends_with_the_process_that_started_it(tmp_path):
     code = "from megarl.cluster.fork_server import ForkServer; s = ForkServer([]); print(s._process.pid, s.folder)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=300)
     pid, folder = done.stdout.split()
@@ -175,9 +172,7 @@ def test_server_ends_with_the_process_that_started_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("variable", "value"), [(ENVIRONMENT, "0"), ("RAY_ADDRESS", "auto")])
-def test_fork_server_is_off_if_disabled_or_ray_runs_elsewhere(
-    monkeypatch: pytest.MonkeyPatch, variable: str, value: str
-) -> None:
+def test_fork_server_is_off_if_disabled_or_ray_runs_elsewhere(monkeypatch, variable, value):
     monkeypatch.setattr(fork_server_module, "_address", None)  # that of the other tests
     monkeypatch.delenv(ENVIRONMENT, raising=False)
     monkeypatch.setenv(variable, value)
@@ -185,9 +180,7 @@ def test_fork_server_is_off_if_disabled_or_ray_runs_elsewhere(
         assert fork_address() is None
 
 
-def test_workers_of_a_local_ray_are_forks_but_those_with_variables(
-    server: ForkServer, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_workers_of_a_local_ray_are_forks_but_those_with_variables(server, monkeypatch):
     monkeypatch.setattr(fork_server_module, "_address", server.address)
     light, layout = "tests.cluster.light_workers.Sleeper", ParallelLayout(dp=2)
     with RaySession(num_cpus=2) as session:
@@ -208,8 +201,8 @@ if sys.argv[1:]:
 
 
 def test_workers_of_a_node_are_forks_of_a_process_that_has_read_their_environment_and_ends_with_the_node(
-    server: ForkServer, tmp_path: Path
-) -> None:
+    server, tmp_path
+):
     script = worker(tmp_path, NODE_SCRIPT)
     with subprocess.Popen(["sleep", "600"]) as raylet:
         env = {"HOME": str(tmp_path), "RAY_RAYLET_PID": str(raylet.pid), "PYTHONPATH": os.pathsep.join(sys.path)}
@@ -236,7 +229,7 @@ def test_workers_of_a_node_are_forks_of_a_process_that_has_read_their_environmen
     assert json.loads(done.stdout)["parent"] == os.getpid(), "without the node there is no fork"
 
 
-def test_jobs_can_share_a_server(server: ForkServer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_jobs_can_share_a_server(server, monkeypatch):
     monkeypatch.setattr(fork_server_module, "_address", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(ENVIRONMENT, server.address)
@@ -246,7 +239,7 @@ def test_jobs_can_share_a_server(server: ForkServer, monkeypatch: pytest.MonkeyP
         assert fork_address() is None and server._process.poll() is None
 
 
-def test_address_without_a_server_is_refused(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_address_without_a_server_is_refused(monkeypatch, tmp_path):
     monkeypatch.setattr(fork_server_module, "_address", None)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.setenv(ENVIRONMENT, str(tmp_path / "socket"))

@@ -25,7 +25,7 @@ from megarl.cluster.ray_token import ClusterToken
 from megarl.config.schema.run import TrainerConfig
 
 
-def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were() -> None:
+def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were():
     before, variables = (sys.executable, ray_constants.ENABLE_RAY_CLUSTER), dict(os.environ)
     with RaySession(num_cpus=1):
         commands = list(map(command_line, descendants()))
@@ -51,7 +51,7 @@ print("Ray's own", sys.argv[1:])
 
 
 @pytest.mark.parametrize("program", [ray_programs.DASHBOARD_AGENT, ray_programs.RUNTIME_ENV_AGENT])
-def test_agents_of_a_ray_that_gives_them_ports_are_its_own(program: str, tmp_path: Path) -> None:
+def test_agents_of_a_ray_that_gives_them_ports_are_its_own(program, tmp_path):
     """Such a Ray is older: it waits for no files with the ports."""
     agent = tmp_path / program
     agent.parent.mkdir(parents=True)
@@ -65,9 +65,7 @@ def test_agents_of_a_ray_that_gives_them_ports_are_its_own(program: str, tmp_pat
     assert sys.executable not in command
 
 
-def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
-    capfd: pytest.CaptureFixture[str], caplog: pytest.LogCaptureFixture, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(capfd, caplog, monkeypatch):
     """A signal in a weight sync leaves such calls; Ray by itself prints their tracebacks."""
     monkeypatch.setattr(logging, "raiseExceptions", False)  # handlers of earlier tests may have closed streams
     caplog.set_level("INFO", "megarl.cluster.ray_internals")
@@ -81,11 +79,11 @@ def test_error_of_a_task_whose_result_is_not_read_is_logged_and_not_printed(
     assert "ZeroDivisionError" in caplog.text and "Traceback" not in "".join(capfd.readouterr())
 
 
-def test_dashboard_is_started_by_request_only(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_dashboard_is_started_by_request_only(monkeypatch, tmp_path):
     """Its packages are an extra of Ray, so the start of Ray itself is recorded here."""
     started: list[tuple[object, str]] = []
 
-    def init(**options: object) -> SimpleNamespace:
+    def init(**options):
         started.append((options["include_dashboard"], Path(sys.executable).read_text(encoding="utf-8")))
         return SimpleNamespace(dashboard_url="127.0.0.1:8265", address_info={"session_dir": tmp_path})
 

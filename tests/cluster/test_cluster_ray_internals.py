@@ -1,7 +1,5 @@
 """Private names of Ray: all exist in the pinned version, and a version without them runs as it is."""
 
-from __future__ import annotations
-
 import os
 import re
 import subprocess
@@ -22,7 +20,7 @@ with RaySession(num_cpus=1):
 """
 
 
-def test_tested_version_is_the_pinned_one() -> None:
+def test_tested_version_is_the_pinned_one():
     """After an upgrade of Ray, check the functions of the file, then change ``TESTED``."""
     for stack in ("default", "sglang"):
         (version,) = re.findall(r"^ray==([\d.]+)", (PINS / f"{stack}.txt").read_text(encoding="utf-8"), re.MULTILINE)
@@ -31,7 +29,7 @@ def test_tested_version_is_the_pinned_one() -> None:
 
 
 @pytest.mark.parametrize("mode", ["disabled", None])
-def test_version_of_ray_without_the_names_runs_as_it_is(mode: str | None, tmp_path: Path) -> None:
+def test_version_of_ray_without_the_names_runs_as_it_is(mode, tmp_path):
     environment = {name: value for name, value in os.environ.items() if not name.startswith("RAY_AUTH")}
     if mode is not None:
         environment["RAY_AUTH_MODE"] = mode

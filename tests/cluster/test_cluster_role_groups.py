@@ -33,13 +33,13 @@ ONE_RANK = {"accept", "completions", "forget"}
 """Verbs of ``Dispatch.RANK``, which are called on handles only."""
 
 
-def worker_class(group: str) -> type:
+def worker_class(group):
     module, name = WORKERS[group].split(".")
     worker_cls: type = getattr(import_module(f"megarl.workers.{module}"), name)
     return worker_cls
 
 
-def declared_verbs(group: str) -> dict[str, ast.FunctionDef]:
+def declared_verbs(group):
     """Declarations of a group class and its bases, which exist for type checkers only."""
     tree = ast.parse(Path(role_groups.__file__).read_text(encoding="utf-8"))
     classes = {node.name: node for node in tree.body if isinstance(node, ast.ClassDef)}
@@ -53,7 +53,7 @@ def declared_verbs(group: str) -> dict[str, ast.FunctionDef]:
     return verbs
 
 
-def driver_type(worker_type: str, dispatch: Dispatch) -> str:
+def driver_type(worker_type, dispatch):
     """Return type of a verb as the driver sees it, from that of the worker's method."""
     if dispatch is Dispatch.ALL:
         return f"list[{worker_type}]"
@@ -61,7 +61,7 @@ def driver_type(worker_type: str, dispatch: Dispatch) -> str:
 
 
 @pytest.mark.parametrize("group", WORKERS)
-def test_group_declares_exactly_the_verbs_of_its_worker(group: str) -> None:
+def test_group_declares_exactly_the_verbs_of_its_worker(group):
     worker_cls = worker_class(group)
     marks = read_marks(worker_cls)
     declared = declared_verbs(group)
@@ -80,7 +80,7 @@ def test_group_declares_exactly_the_verbs_of_its_worker(group: str) -> None:
         assert ast.unparse(node.returns) == driver_type(signature.return_annotation, marks[verb].dispatch), verb
 
 
-def test_verbs_submitted_by_name_exist() -> None:
+def test_verbs_submitted_by_name_exist():
     all_verbs = {verb for group in WORKERS for verb in read_marks(worker_class(group))}
     all_verbs |= set(read_marks(AgentRunnerWorker))
     submitted = set()
@@ -97,7 +97,7 @@ def test_verbs_submitted_by_name_exist() -> None:
     assert names <= all_verbs
 
 
-def test_mypy_rejects_a_misspelt_verb_and_a_wrong_argument(tmp_path: Path) -> None:
+def test_mypy_rejects_a_misspelt_verb_and_a_wrong_argument(tmp_path):
     script = tmp_path / "misspelt_verbs.py"
     script.write_text(
         "from megarl.cluster.role_groups import ActorGroup, RolloutGroup\n"

@@ -1,9 +1,5 @@
 """Asynchronous training: modes, devices of the engines, sizes and inputs, and verl's keys for them."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from config_cases import check_problem, problems_of, with_keys
 
@@ -77,11 +73,11 @@ SHARED = {**SIZES, **STALE, "async_training.mode": "colocated", "async_training.
           "reward.model.path": "model"}, "algorithm.filter_groups.enable", "async.filter-by-reward-model"),
     ],
 )  # fmt: skip
-def test_refused(values: dict[str, Any], path: str, expected: str) -> None:
+def test_refused(values, path, expected):
     check_problem(problems_of(values)[path], expected)
 
 
-def test_engines_of_a_pool_have_its_devices_and_keep_their_memory() -> None:
+def test_engines_of_a_pool_have_its_devices_and_keep_their_memory():
     config = build(TrainConfig, with_keys(APART))
     rollout = config.actor_rollout_ref.rollout
     assert (rollout.replicas, rollout.own_devices, config.trainer.num_devices, config.num_devices) == (4, 4, 8, 12)
@@ -92,7 +88,7 @@ def test_engines_of_a_pool_have_its_devices_and_keep_their_memory() -> None:
         assert shared.actor_rollout_ref.rollout.free_cache_engine
 
 
-def test_elastic_replicas_have_a_group_of_devices_each() -> None:
+def test_elastic_replicas_have_a_group_of_devices_each():
     fixed, elastic = (
         build(TrainConfig, with_keys({**APART, f"{ROLLOUT}.min_replicas": least})).actor_rollout_ref.rollout
         for least in (None, 2)
@@ -101,13 +97,13 @@ def test_elastic_replicas_have_a_group_of_devices_each() -> None:
     assert (elastic.device_groups, elastic.required_groups) == ([1, 1, 1, 1], 2)
 
 
-def test_staleness_0_needs_no_correction() -> None:
+def test_staleness_0_needs_no_correction():
     values = {**APART, "data.train_batch_size": 16, "async_training.sync_interval": 1}
     values["algorithm.rollout_correction.rollout_is"] = None
     assert build(TrainConfig, with_keys(values)).async_training.max_staleness == 0
 
 
-def test_the_modes_of_verl_are_translated() -> None:
+def test_the_modes_of_verl_are_translated():
     fully_async = {
         **SIZES, **STALE, "async_training.mode": "disaggregated", "async_training.staleness_threshold": 0.5,
         "async_training.trigger_parameter_sync_step": 4, "async_training.require_batches": 1,

@@ -1,9 +1,6 @@
 """Batch arithmetic, compared with counting samples one by one."""
 
-from __future__ import annotations
-
 import re
-from typing import Any
 
 import pytest
 from config_cases import SFT, TRAIN, check_problem, problems_of, with_keys
@@ -11,7 +8,7 @@ from hypothesis import Phase, given, settings
 from hypothesis import strategies as st
 
 from megarl.config import SFTConfig, TrainConfig
-from megarl.config.batch import BatchPlan, plan_batches, render_plan, token_store_bytes
+from megarl.config.batch import plan_batches, render_plan, token_store_bytes
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
 
@@ -20,7 +17,7 @@ NO_SHRINKING = tuple(set(Phase) - {Phase.shrink, Phase.explain})
 """A failing example has a few small numbers; shrinking it would take minutes and show no more."""
 
 
-def distribute(plan: BatchPlan, name: str) -> int:
+def distribute(plan, name):
     """Distribute a training step's samples by hand; return the optimizer steps, and fail at an uneven share."""
     phase = plan.phase(name)
     steps = 0
@@ -44,9 +41,7 @@ def distribute(plan: BatchPlan, name: str) -> int:
     prompts=st.integers(1, 48), mini=st.integers(1, 48), n=st.integers(1, 4), devices=st.sampled_from([1, 2, 3, 4, 6]),
     micro=st.integers(1, 12), epochs=st.integers(1, 3),
 )  # fmt: skip
-def test_a_plan_is_valid_exactly_if_every_share_is_even(
-    prompts: int, mini: int, n: int, devices: int, micro: int, epochs: int
-) -> None:
+def test_a_plan_is_valid_exactly_if_every_share_is_even(prompts, mini, n, devices, micro, epochs):
     values = {
         "data.train_batch_size": prompts,
         f"{ACTOR}.ppo_mini_batch_size": mini,
@@ -71,7 +66,7 @@ def test_a_plan_is_valid_exactly_if_every_share_is_even(
 
 @settings(max_examples=20, phases=NO_SHRINKING)
 @given(mini=st.integers(1, 64), n=st.integers(1, 6), devices=st.integers(2, 12))
-def test_suggested_sizes_are_valid(mini: int, n: int, devices: int) -> None:
+def test_suggested_sizes_are_valid(mini, n, devices):
     path = f"{ACTOR}.ppo_mini_batch_size"
     values = {
         path: mini,
@@ -97,7 +92,7 @@ def test_suggested_sizes_are_valid(mini: int, n: int, devices: int) -> None:
         ({"algorithm.adv_estimator": "gae", "algorithm.use_kl_in_reward": True}, 33 + 8),  # and the reference
     ],
 )
-def test_token_columns_of_a_step_in_the_object_store(values: dict[str, Any], response_bytes: int) -> None:
+def test_token_columns_of_a_step_in_the_object_store(values, response_bytes):
     sizes = {
         "data.train_batch_size": 8,
         f"{ACTOR}.ppo_mini_batch_size": 8,
@@ -109,7 +104,7 @@ def test_token_columns_of_a_step_in_the_object_store(values: dict[str, Any], res
     assert token_store_bytes(config) == 32 * (100 * 4 + 1000 * response_bytes)
 
 
-def test_roles_have_separate_layouts() -> None:
+def test_roles_have_separate_layouts():
     values = {
         "data.train_batch_size": 16,
         f"{ACTOR}.ppo_mini_batch_size": 8,
@@ -131,13 +126,13 @@ def test_roles_have_separate_layouts() -> None:
     assert actor.micro.max_tokens == 16384 and actor.micro_batches_per_rank is None
 
 
-def test_phases_follow_the_algorithm() -> None:
+def test_phases_follow_the_algorithm():
     grpo = {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8}
     names = [phase.name for phase in plan_batches(build(TrainConfig, with_keys(grpo))).phases]
     assert names == ["old_log_prob", "actor"]
 
 
-def test_fine_tuning_plan() -> None:
+def test_fine_tuning_plan():
     values = {
         "data.train_batch_size": 32,
         "data.use_dynamic_bsz": False,
@@ -151,7 +146,7 @@ def test_fine_tuning_plan() -> None:
     assert render_plan(plan).splitlines()[0] == "One training step: 32 samples"
 
 
-def test_table_names_its_units() -> None:
+def test_table_names_its_units():
     values = {"data.train_batch_size": 512, "actor_rollout_ref.rollout.n": 4}
     table = render_plan(plan_batches(build(TrainConfig, with_keys(values))))
     lines = table.splitlines()
@@ -165,7 +160,7 @@ def test_table_names_its_units() -> None:
     assert TRAIN["trainer"] == {"experiment_name": "test"}
 
 
-def test_one_sample_is_singular() -> None:
+def test_one_sample_is_singular():
     plan = plan_batches(build(TrainConfig, with_keys({"data.train_batch_size": 256})))
     assert render_plan(plan).splitlines()[0] == "One training step: 256 prompts x 1 sample each = 256 samples"
 
@@ -183,7 +178,7 @@ INTERLEAVED = {
     ("samples", "budget", "fits"),
     [(4, 100, True), (3, 100, False), (3, 200, True), (1, 1000, False), (5, 199, False), (5, 200, True)],
 )
-def test_interleaved_stages_need_a_multiple_of_micro_batches(samples: int, budget: int, fits: bool) -> None:
+def test_interleaved_stages_need_a_multiple_of_micro_batches(samples, budget, fits):
     values = {
         **INTERLEAVED,
         "data.train_batch_size": samples,
@@ -199,7 +194,7 @@ def test_interleaved_stages_need_a_multiple_of_micro_batches(samples: int, budge
     assert "2 interleaved pipeline stages" in problem.text
 
 
-def test_interleaved_stages_and_micro_batches_of_fixed_size() -> None:
+def test_interleaved_stages_and_micro_batches_of_fixed_size():
     path = f"{ACTOR}.micro_batch_size_per_gpu"
     values = {
         **INTERLEAVED,
@@ -213,7 +208,7 @@ def test_interleaved_stages_and_micro_batches_of_fixed_size() -> None:
     assert plan_batches(build(TrainConfig, with_keys({**values, path: 3}))).phase("actor").micro_batches_per_rank == 4
 
 
-def test_devices_that_share_sequences_share_the_budget() -> None:
+def test_devices_that_share_sequences_share_the_budget():
     values = {
         "trainer.n_gpus_per_node": 2,
         f"{ACTOR}.megatron.context_parallel_size": 2,

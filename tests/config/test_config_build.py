@@ -1,11 +1,8 @@
 """Unknown keys, wrong types and wrong values, each named with path, value and remedy."""
 
-from __future__ import annotations
-
 import dataclasses
 import pickle
 from pathlib import Path
-from typing import Any
 
 import pytest
 from config_cases import SFT, TRAIN, check_problem, problems_of, with_keys
@@ -17,7 +14,7 @@ from megarl.config.keys import KeyLimits, walk, with_values
 from megarl.config.problems import InvalidConfigError, nearest_keys
 
 
-def test_minimal_config_becomes_dataclasses() -> None:
+def test_minimal_config_becomes_dataclasses():
     config = build(TrainConfig, TRAIN)
     assert isinstance(config, TrainConfig)
     assert isinstance(config.critic.megatron, MegatronConfig)
@@ -25,7 +22,7 @@ def test_minimal_config_becomes_dataclasses() -> None:
     assert config.critic.optim.lr == 1e-5 and config.actor_rollout_ref.actor.optim.lr == 1e-6
 
 
-def test_values_replace_defaults_and_scalars_become_lists() -> None:
+def test_values_replace_defaults_and_scalars_become_lists():
     config = build(
         TrainConfig,
         with_keys({"data.train_files": "one.parquet", "trainer.logger": "wandb", "actor_rollout_ref.rollout.n": "4"}),
@@ -35,7 +32,7 @@ def test_values_replace_defaults_and_scalars_become_lists() -> None:
     assert config.actor_rollout_ref.rollout.n == 4
 
 
-def test_a_configuration_is_frozen() -> None:
+def test_a_configuration_is_frozen():
     config = build(TrainConfig, TRAIN)
     with pytest.raises(dataclasses.FrozenInstanceError):
         config.trainer.seed = 2  # type: ignore[misc]
@@ -44,7 +41,7 @@ def test_a_configuration_is_frozen() -> None:
     assert config.trainer.seed == 1 and changed.critic is config.critic
 
 
-def test_values_in_free_mappings_can_be_replaced() -> None:
+def test_values_in_free_mappings_can_be_replaced():
     kwargs = {"a": 1, "b": {"c": 2}}
     config = build(TrainConfig, with_keys({"data.apply_chat_template_kwargs": kwargs}))
     changed = with_values(config, {"data.apply_chat_template_kwargs.b.c": 3})
@@ -52,7 +49,7 @@ def test_values_in_free_mappings_can_be_replaced() -> None:
     assert config.data.apply_chat_template_kwargs == kwargs
 
 
-def test_two_builds_share_nothing() -> None:
+def test_two_builds_share_nothing():
     first, second = build(TrainConfig, TRAIN), build(TrainConfig, TRAIN)
     first.trainer.logger.append("wandb")
     first.actor_rollout_ref.actor.optim.betas[0] = 0.5
@@ -74,13 +71,13 @@ def test_two_builds_share_nothing() -> None:
         ("actor_rollout_ref.ref.megatron.dtyp", "actor_rollout_ref.ref.megatron.dtype"),
     ],
 )  # fmt: skip
-def test_unknown_key_suggests_the_nearest(path: str, meant: str) -> None:
+def test_unknown_key_suggests_the_nearest(path, meant):
     problem = problems_of({path: 3})[path]
     assert problem.value == 3
     check_problem(problem, f"config.unknown-key:  {meant}?")
 
 
-def test_unknown_key_that_resembles_nothing_has_no_suggestion() -> None:
+def test_unknown_key_that_resembles_nothing_has_no_suggestion():
     problem = problems_of({"zzzz": 1})["zzzz"]
     assert (problem.code, problem.text) == ("config.unknown-key", "unknown key")
     assert nearest_keys("zzzz", []) == []
@@ -103,13 +100,13 @@ def test_unknown_key_that_resembles_nothing_has_no_suggestion() -> None:
         ("critic.optim", None, "a section"),
     ],
 )
-def test_wrong_type_names_the_expected_type(path: str, value: Any, expected: str) -> None:
+def test_wrong_type_names_the_expected_type(path, value, expected):
     problem = problems_of({path: value})[path]
     check_problem(problem, f"config.wrong-type: {expected}")
     assert problem.value == value
 
 
-def test_a_value_instead_of_a_section_names_its_keys() -> None:
+def test_a_value_instead_of_a_section_names_its_keys():
     check_problem(problems_of({"critic.optim": 4})["critic.optim"], "config.section-needs-keys: lr, ")
 
 
@@ -134,29 +131,29 @@ def test_a_value_instead_of_a_section_names_its_keys() -> None:
         ("reward.name", "arithmetc", "path.py:function"),
     ],
 )
-def test_wrong_value_lists_the_valid_values(path: str, value: Any, expected: str) -> None:
+def test_wrong_value_lists_the_valid_values(path, value, expected):
     problem = problems_of({path: value})[path]
     check_problem(problem, f"config.value-out-of-limits: {expected}")
     assert problem.doc
 
 
 @pytest.mark.parametrize("name", ["arithmetic", "mine.py:score", "package.module.score"])
-def test_reward_may_be_a_custom_function(name: str) -> None:
+def test_reward_may_be_a_custom_function(name):
     assert build(TrainConfig, with_keys({"reward.name": name})).reward.name == name
 
 
-def test_special_values_outside_the_range_are_allowed() -> None:
+def test_special_values_outside_the_range_are_allowed():
     config = build(TrainConfig, with_keys({"actor_rollout_ref.rollout.top_k": -1, "trainer.test_freq": -1}))
     assert config.actor_rollout_ref.rollout.top_k == -1
 
 
-def test_limits_without_bounds_refuse_only_non_finite_numbers() -> None:
+def test_limits_without_bounds_refuse_only_non_finite_numbers():
     assert KeyLimits().complaint(-5.0) is None
     assert KeyLimits().complaint(float("inf")) == "must be a finite number"
     assert KeyLimits().complaint(None) is None
 
 
-def test_missing_keys_are_all_named() -> None:
+def test_missing_keys_are_all_named():
     with pytest.raises(InvalidConfigError) as caught:
         build(TrainConfig, {})
     codes = {problem.path: problem.code for problem in caught.value.problems}
@@ -164,7 +161,7 @@ def test_missing_keys_are_all_named() -> None:
     assert codes == dict.fromkeys(required, "config.required-key")
 
 
-def test_all_problems_are_reported_together_and_survive_pickling() -> None:
+def test_all_problems_are_reported_together_and_survive_pickling():
     values = {"trainer.seeed": 1, "trainer.seed": "x", "algorithm.adv_estimator": "ppo", "critic.nothing.at": 1}
     with pytest.raises(InvalidConfigError) as caught:
         build(TrainConfig, with_keys(values))
@@ -173,18 +170,18 @@ def test_all_problems_are_reported_together_and_survive_pickling() -> None:
     assert copied.problems == caught.value.problems and str(copied) == str(caught.value)
 
 
-def test_interpolation_may_refer_to_a_default() -> None:
+def test_interpolation_may_refer_to_a_default():
     config = build(TrainConfig, with_keys({"trainer.seed": "${data.max_prompt_length}"}))
     assert config.trainer.seed == 512
 
 
-def test_interpolation_to_nothing_is_named() -> None:
+def test_interpolation_to_nothing_is_named():
     problem = problems_of({"trainer.seed": "${data.nothing}"})["trainer.seed"]
     check_problem(problem, "config.interpolation: data.nothing")
     assert problem.value == "${data.nothing}"
 
 
-def test_optional_section_takes_the_section_defaults() -> None:
+def test_optional_section_takes_the_section_defaults():
     assert build(TrainConfig, TRAIN).actor_rollout_ref.ref.megatron is None
     config = build(TrainConfig, with_keys({"actor_rollout_ref.ref.megatron.tensor_model_parallel_size": 2}))
     megatron = config.actor_rollout_ref.ref.megatron
@@ -192,13 +189,13 @@ def test_optional_section_takes_the_section_defaults() -> None:
     assert (megatron.tensor_model_parallel_size, megatron.pipeline_model_parallel_size) == (2, 1)
 
 
-def test_free_mapping_keeps_its_values() -> None:
+def test_free_mapping_keeps_its_values():
     kwargs = {"enable_thinking": False, "nested": {"a": [1]}}
     config = build(TrainConfig, with_keys({"data.apply_chat_template_kwargs": kwargs}))
     assert config.data.apply_chat_template_kwargs == kwargs
 
 
-def test_resolved_config_builds_to_itself() -> None:
+def test_resolved_config_builds_to_itself():
     for schema, base in ((TrainConfig, TRAIN), (SFTConfig, SFT)):
         config = build(schema, base)
         again = build(schema, OmegaConf.create(OmegaConf.to_yaml(OmegaConf.structured(config))))
@@ -206,7 +203,7 @@ def test_resolved_config_builds_to_itself() -> None:
 
 
 @pytest.mark.parametrize("schema", [TrainConfig, SFTConfig])
-def test_every_key_is_documented_and_every_default_is_right(schema: Any) -> None:
+def test_every_key_is_documented_and_every_default_is_right(schema):
     for path, item in walk(schema):
         if item.section is None:
             assert item.doc, f"{path} has no documentation"
@@ -214,7 +211,7 @@ def test_every_key_is_documented_and_every_default_is_right(schema: Any) -> None
                 assert item.limits.complaint(item.default) is None, path
 
 
-def test_derived_keys() -> None:
+def test_derived_keys():
     values = {
         "actor_rollout_ref.actor.clip_ratio": 0.3,
         "actor_rollout_ref.actor.clip_ratio_high": 0.4,
@@ -242,7 +239,7 @@ def test_derived_keys() -> None:
     assert build(SFTConfig, SFT).trainer.hf_export_dir == "outputs/test/hf"
 
 
-def test_roles_of_a_job() -> None:
+def test_roles_of_a_job():
     assert build(TrainConfig, TRAIN).uses_critic and not build(TrainConfig, TRAIN).uses_reference
     grpo = build(TrainConfig, with_keys({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 8}))
     assert not grpo.uses_critic
@@ -254,12 +251,12 @@ def test_roles_of_a_job() -> None:
     ("name", "critic", "baselines"),
     [("gae", True, False), ("rloo", False, False), ("reinforce_plus_plus", False, False), ("remax", False, True)],
 )
-def test_inputs_of_an_estimator(name: str, critic: bool, baselines: bool) -> None:
+def test_inputs_of_an_estimator(name, critic, baselines):
     config = build(TrainConfig, with_keys({"algorithm.adv_estimator": name, "actor_rollout_ref.rollout.n": 4}))
     assert (config.uses_critic, config.uses_baselines) == (critic, baselines)
 
 
-def test_estimators_that_need_the_sum_of_squared_probabilities() -> None:
+def test_estimators_that_need_the_sum_of_squared_probabilities():
     key = "actor_rollout_ref.actor.calculate_sum_pi_squared"
     for name, value, expected in (
         ("optimal_token_baseline", None, True),
@@ -272,7 +269,7 @@ def test_estimators_that_need_the_sum_of_squared_probabilities() -> None:
         assert build(TrainConfig, with_keys(keys)).uses_sum_pi_squared is expected, name
 
 
-def test_a_custom_estimator_may_need_a_critic() -> None:
+def test_a_custom_estimator_may_need_a_critic():
     custom = {"algorithm.adv_estimator": "mine.py:estimate"}
     assert not build(TrainConfig, with_keys(custom)).uses_critic
     assert build(TrainConfig, with_keys(custom | {"critic.enable": True})).uses_critic
@@ -290,11 +287,11 @@ ACTOR = "actor_rollout_ref.actor"
         ({f"{ACTOR}.policy_loss.loss_mode": "/mine.py:loss"}, "token-mean"),
     ],
 )
-def test_a_loss_has_a_default_aggregation(values: dict[str, Any], mode: str) -> None:
+def test_a_loss_has_a_default_aggregation(values, mode):
     assert build(TrainConfig, with_keys(values)).actor_rollout_ref.actor.loss_agg_mode == mode
 
 
-def test_a_custom_loss_gets_an_absolute_path() -> None:
+def test_a_custom_loss_gets_an_absolute_path():
     name = f"{ACTOR}.policy_loss.loss_mode"
     custom = build(TrainConfig, with_keys({name: "mine.py:loss"})).actor_rollout_ref.actor.policy_loss.loss_mode
     assert custom == f"{Path.cwd() / 'mine.py'}:loss"
@@ -302,7 +299,7 @@ def test_a_custom_loss_gets_an_absolute_path() -> None:
     assert dotted == "my.losses.one"
 
 
-def test_divisor_of_length_normalized_losses() -> None:
+def test_divisor_of_length_normalized_losses():
     assert (
         build(TrainConfig, with_keys({"data.max_response_length": 77})).actor_rollout_ref.actor.loss_scale_factor == 77
     )

@@ -1,9 +1,5 @@
 """Impossible combinations of keys, each refused with key, value and remedy."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from config_cases import EVALUATE, SFT, TRAIN, check_problem, problems_of, with_keys
 
@@ -188,7 +184,7 @@ PROFILED = {
          "batch.token-budget: 1024"),
     ],
 )  # fmt: skip
-def test_impossible_combination(values: dict[str, Any], path: str, expected: str) -> None:
+def test_impossible_combination(values, path, expected):
     problem = problems_of(values)[path]
     check_problem(problem, expected)
     assert problem.doc
@@ -225,7 +221,7 @@ def test_impossible_combination(values: dict[str, Any], path: str, expected: str
          "algorithm.rollout_correction.rollout_is needs the engine's log-probs; set true"),
     ],
 )  # fmt: skip
-def test_text_of_a_problem(values: dict[str, Any], path: str, text: str) -> None:
+def test_text_of_a_problem(values, path, text):
     assert problems_of(values)[path].text == text
 
 
@@ -254,7 +250,7 @@ def test_text_of_a_problem(values: dict[str, Any], path: str, text: str) -> None
         {f"{REF}.megatron": {"tensor_model_parallel_size": 16}},
     ],
 )
-def test_possible_combination(values: dict[str, Any]) -> None:
+def test_possible_combination(values):
     build(TrainConfig, with_keys(values))
 
 
@@ -277,7 +273,7 @@ def test_possible_combination(values: dict[str, Any]) -> None:
          "checkpoint.save-without-model"),
     ],
 )  # fmt: skip
-def test_impossible_fine_tuning(values: dict[str, Any], path: str, expected: str) -> None:
+def test_impossible_fine_tuning(values, path, expected):
     check_problem(problems_of(values, SFTConfig, SFT)[path], expected)
 
 
@@ -302,7 +298,7 @@ def test_impossible_fine_tuning(values: dict[str, Any], path: str, expected: str
         ({"critics.optim.lr": 1.0}, "critics", "config.unknown-key"),
     ],
 )
-def test_impossible_evaluation(values: dict[str, Any], path: str, expected: str) -> None:
+def test_impossible_evaluation(values, path, expected):
     check_problem(problems_of(values, EvaluateConfig, EVALUATE)[path], expected)
 
 
@@ -318,18 +314,18 @@ GENERATE = {"data.prompts": ["Why?"], "actor_rollout_ref.model.path": "model", "
         ({"reward.name": "gsm8k"}, "reward", "config.training-key"),
     ],
 )
-def test_impossible_generation(values: dict[str, Any], path: str, expected: str) -> None:
+def test_impossible_generation(values, path, expected):
     check_problem(problems_of({**GENERATE, **values}, GenerateConfig, {})[path], expected)
 
 
-def test_derived_keys_of_an_evaluation() -> None:
+def test_derived_keys_of_an_evaluation():
     values = {f"{ROLLOUT}.tensor_model_parallel_size": 2, f"{ROLLOUT}.name": "sglang", "trainer.seed": 5}
     config = build(EvaluateConfig, with_keys(values, EVALUATE))
     policy = config.actor_rollout_ref
     assert (policy.rollout.replicas, policy.rollout.seed, policy.model.tokenizer_path) == (4, 5, "model")
 
 
-def test_running_servers_set_the_replicas_and_need_one_device_each_for_the_client() -> None:
+def test_running_servers_set_the_replicas_and_need_one_device_each_for_the_client():
     values = {
         f"{ROLLOUT}.tensor_model_parallel_size": 16,
         f"{ROLLOUT}.name": "sglang",
@@ -340,7 +336,7 @@ def test_running_servers_set_the_replicas_and_need_one_device_each_for_the_clien
     assert (rollout.replicas, rollout.devices_per_replica) == (2, 1)
 
 
-def test_combinations_are_reported_together() -> None:
+def test_combinations_are_reported_together():
     problems = problems_of({f"{ACTOR}.megatron.tensor_model_parallel_size": 3, "trainer.val_only": True,
                          "data.train_batch_size": 100})  # fmt: skip
     assert set(problems) == {
@@ -351,7 +347,7 @@ def test_combinations_are_reported_together() -> None:
     assert TRAIN["data"] == {"train_files": ["train.parquet"]}
 
 
-def test_refused_keys_of_verl_name_their_replacement() -> None:
+def test_refused_keys_of_verl_name_their_replacement():
     problems = problems_of({f"{RC}.rollout_token_veto_threshold": 1e-4, f"{RC}.rollout_rs_threshold_lower": 0.5})
     check_problem(problems[f"{RC}.rollout_token_veto_threshold"], "config.verl-key: rollout_rs=seq_max_k2")
     check_problem(problems[f"{RC}.rollout_rs_threshold_lower"], "config.verl-key: '0.5_2.0'")
@@ -364,7 +360,7 @@ def test_refused_keys_of_verl_name_their_replacement() -> None:
         ({f"{ALIGN}.enable": True, f"{ALIGN}.ref_alignment.enable": True}, False),
     ],
 )
-def test_reference_shaping_needs_a_reference(values: dict[str, Any], log_probs: bool) -> None:
+def test_reference_shaping_needs_a_reference(values, log_probs):
     config = build(TrainConfig, with_keys({**TRAIN, **values}))
     assert config.uses_reference and config.uses_ref_log_prob == log_probs
     assert not build(TrainConfig, with_keys(TRAIN)).uses_reference
@@ -393,7 +389,7 @@ OF_TRAINING = {
 
 @pytest.mark.parametrize("schema", [EvaluateConfig, GenerateConfig])
 @pytest.mark.parametrize("path", OF_TRAINING)
-def test_keys_of_training_are_rejected_in_jobs_without_training(schema: type, path: str) -> None:
+def test_keys_of_training_are_rejected_in_jobs_without_training(schema, path):
     value, instead = OF_TRAINING[path]
     found = problems_of({path: value}, schema, EVALUATE)
     assert set(found) == {path}
@@ -414,12 +410,12 @@ def test_keys_of_training_are_rejected_in_jobs_without_training(schema: type, pa
          f"{RM}.max_token_len_per_gpu", "batch.token-budget: reward.model.max_length = 50"),
     ],
 )  # fmt: skip
-def test_impossible_reward_models(schema: Any, values: dict[str, Any], path: str, expected: str) -> None:
+def test_impossible_reward_models(schema, values, path, expected):
     base = TRAIN if schema is TrainConfig else EVALUATE
     check_problem(problems_of(values, schema, base)[path], expected)
 
 
-def test_a_reward_model_alone_calls_no_function_and_reads_whole_rollouts() -> None:
+def test_a_reward_model_alone_calls_no_function_and_reads_whole_rollouts():
     plain, alone = (build(TrainConfig, with_keys(values, TRAIN)).reward for values in ({}, ENABLED))
     both = build(TrainConfig, with_keys({**ENABLED, "reward.custom_reward_function.path": "mine.py"}, TRAIN))
     assert (plain.function_weight, alone.function_weight, both.reward.function_weight) == (1.0, 0.0, 1.0)
@@ -436,7 +432,7 @@ def test_a_reward_model_alone_calls_no_function_and_reads_whole_rollouts() -> No
         ({"data.response_key": "x"}, "data.response_key", "config.unknown-key"),
     ],
 )
-def test_impossible_training_of_reward_models(values: dict[str, Any], path: str, expected: str) -> None:
+def test_impossible_training_of_reward_models(values, path, expected):
     check_problem(problems_of(values, RewardTrainingConfig, SFT)[path], expected)
 
 
@@ -478,11 +474,11 @@ def test_impossible_training_of_reward_models(values: dict[str, Any], path: str,
         ({"loss.type": "kto", "data.train_batch_size": 1}, "data.train_batch_size", "algorithm.kto-batch-of-one"),
     ],
 )
-def test_impossible_preference_optimization(values: dict[str, Any], path: str, expected: str) -> None:
+def test_impossible_preference_optimization(values, path, expected):
     check_problem(problems_of(values, PreferenceConfig, SFT)[path], expected)
 
 
-def test_min_p_needs_sglang_without_its_deterministic_mode() -> None:
+def test_min_p_needs_sglang_without_its_deterministic_mode():
     rollout = "actor_rollout_ref.rollout"
     sglang = {f"{rollout}.name": "sglang", f"{rollout}.min_p": 0.1, f"{rollout}.val_kwargs.min_p": 0.2}
     for keys in ({"trainer.device": "cpu"}, {f"{rollout}.engine_kwargs.sglang.deterministic": True}):

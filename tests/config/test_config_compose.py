@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -28,11 +27,11 @@ from megarl.config.problems import InvalidConfigError
 REQUIRED = ("data.train_files=train.parquet", "actor_rollout_ref.model.path=model")
 
 
-def composed(*overrides: str, name: str = "ppo", **request: Any) -> TrainConfig:
+def composed(*overrides, name="ppo", **request):
     return compose(ConfigRequest(TrainConfig, name, (*REQUIRED, *overrides), **request))
 
 
-def write(folder: Path, name: str, content: dict[str, Any]) -> None:
+def write(folder, name, content):
     file = folder / f"{name}.yaml"
     file.parent.mkdir(parents=True, exist_ok=True)
     file.write_text(yaml.safe_dump(content), encoding="utf-8")
@@ -48,19 +47,19 @@ NAMES = {
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" in name])
-def test_every_shipped_evaluation_is_valid(name: str) -> None:
+def test_every_shipped_evaluation_is_valid(name):
     required = ("data.val_files=val.parquet", "actor_rollout_ref.model.path=model") if name == "evaluate" else ()
     assert compose(ConfigRequest(EvaluateConfig, name, required)).actor_rollout_ref.rollout.replicas
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "generate" in name])
-def test_every_shipped_generation_is_valid(name: str) -> None:
+def test_every_shipped_generation_is_valid(name):
     required = ("data.prompts=[Why?]", "actor_rollout_ref.model.path=model") if name == "generate" else ()
     assert compose(ConfigRequest(GenerateConfig, name, required)).actor_rollout_ref.rollout.replicas
 
 
 @pytest.mark.parametrize("name", [name for name in SHIPPED if "evaluate" not in name and "generate" not in name])
-def test_every_shipped_config_is_valid(name: str) -> None:
+def test_every_shipped_config_is_valid(name):
     pair_jobs = {"reward_model": RewardTrainingConfig, "preference": PreferenceConfig}
     schema: Any = pair_jobs.get(name) or (SFTConfig if "sft" in name else TrainConfig)
     required = () if name.startswith("quickstart") else REQUIRED
@@ -69,7 +68,7 @@ def test_every_shipped_config_is_valid(name: str) -> None:
     assert plan_batches(compose(ConfigRequest(schema, name, (*required, *NAMES.get(name, ()))))).phases
 
 
-def test_quickstart_differs_in_the_algorithm_only() -> None:
+def test_quickstart_differs_in_the_algorithm_only():
     ppo, grpo = (compose(ConfigRequest(TrainConfig, name)) for name in ("quickstart", "quickstart_grpo"))
     assert ppo.uses_critic and not grpo.uses_critic
     assert ppo.actor_rollout_ref.actor.megatron == grpo.actor_rollout_ref.actor.megatron
@@ -79,24 +78,24 @@ def test_quickstart_differs_in_the_algorithm_only() -> None:
     assert ppo.trainer.experiment_name == grpo.trainer.experiment_name == "quickstart"
 
 
-def test_override_beats_yaml_beats_schema(tmp_path: Path) -> None:
+def test_override_beats_yaml_beats_schema(tmp_path):
     write(tmp_path, "mine", {"trainer": {"experiment_name": "mine", "nnodes": 2, "seed": 5}})
     config = composed("trainer.seed=7", name="mine", config_dir=str(tmp_path))
     assert (config.trainer.seed, config.trainer.nnodes, config.trainer.n_gpus_per_node) == (7, 2, 8)
 
 
-def test_user_yaml_builds_on_a_shipped_one(tmp_path: Path) -> None:
+def test_user_yaml_builds_on_a_shipped_one(tmp_path):
     write(tmp_path, "mine", {"defaults": ["grpo", "_self_"], "trainer": {"experiment_name": "mine"}})
     config = composed(name="mine", config_dir=str(tmp_path))
     assert config.algorithm.adv_estimator == "grpo" and config.trainer.experiment_name == "mine"
 
 
-def test_user_yaml_in_a_sub_folder(tmp_path: Path) -> None:
+def test_user_yaml_in_a_sub_folder(tmp_path):
     write(tmp_path, "deep/mine", {"trainer": {"experiment_name": "deep"}})
     assert composed(name="deep/mine", config_dir=str(tmp_path)).trainer.experiment_name == "deep"
 
 
-def test_yaml_problems_and_override_problems_come_together(tmp_path: Path) -> None:
+def test_yaml_problems_and_override_problems_come_together(tmp_path):
     write(tmp_path, "mine", {"trainer": {"experiment_name": "mine", "seeed": 5}})
     with pytest.raises(InvalidConfigError) as caught:
         composed("actor_rollout_ref.actor.optm.lr=1", "+data.shufle=true", "algorithm.lam=x", name="mine",
@@ -110,7 +109,7 @@ def test_yaml_problems_and_override_problems_come_together(tmp_path: Path) -> No
     }
 
 
-def test_keys_below_an_optional_section_and_a_free_mapping() -> None:
+def test_keys_below_an_optional_section_and_a_free_mapping():
     config = composed(
         "actor_rollout_ref.ref.megatron.pipeline_model_parallel_size=2",
         "data.apply_chat_template_kwargs.enable_thinking=false",
@@ -120,7 +119,7 @@ def test_keys_below_an_optional_section_and_a_free_mapping() -> None:
     assert config.data.apply_chat_template_kwargs == {"enable_thinking": False}
 
 
-def test_hydra_syntax_of_overrides() -> None:
+def test_hydra_syntax_of_overrides():
     config = composed("trainer.logger=[jsonl,wandb]", "++trainer.nnodes=2", "actor_rollout_ref.actor.optim.lr=1e-5",
                       "~algorithm.use_kl_in_reward", "trainer.hf_export_dir='a b'", "data.val_files=null_file",
                       "actor_rollout_ref.actor.optim={eps: 1e-6}")  # fmt: skip
@@ -146,7 +145,7 @@ UNREADABLE = [
 
 
 @pytest.mark.parametrize("text", [*NUMBERS, *UNREADABLE])
-def test_a_text_of_the_command_line_keeps_its_characters(text: str) -> None:
+def test_a_text_of_the_command_line_keeps_its_characters(text):
     config = composed(
         f"trainer.experiment_name={text}",
         f"data.train_files=[a,{text}]",
@@ -162,7 +161,7 @@ def test_a_text_of_the_command_line_keeps_its_characters(text: str) -> None:
 
 
 @pytest.mark.parametrize(("text", "more"), [("2026_11_27", ["1e3", "1.50", "yes"]), ("0x10", ["007", "12:30", "-5"])])
-def test_a_text_of_a_yaml_file_keeps_its_characters(tmp_path: Path, text: str, more: list[str]) -> None:
+def test_a_text_of_a_yaml_file_keeps_its_characters(tmp_path, text, more):
     (tmp_path / "mine.yaml").write_text(
         f"trainer: {{experiment_name: {text}, seed: 1_0}}\n"
         f"data:\n  val_files: {more[0]}\n  train_files:\n  - a\n" + "".join(f"  - {other}\n" for other in more),
@@ -178,7 +177,7 @@ def test_a_text_of_a_yaml_file_keeps_its_characters(tmp_path: Path, text: str, m
     assert config.data.val_files == more[:1] and config.data.train_files == ["a", *more]
 
 
-def test_numbers_of_other_keys_stay_numbers() -> None:
+def test_numbers_of_other_keys_stay_numbers():
     config = composed("trainer.seed=1_0", "reward.functions={gsm8k: 1.0, format: 1e-1}", "trainer.hf_export_dir=null")
     assert config.trainer.seed == 10 and config.trainer.hf_export_dir is None
     assert config.reward.functions == {"gsm8k": 1.0, "format": 0.1}
@@ -188,7 +187,7 @@ MAPPINGS = [path for path, item in walk(TrainConfig) if item.is_mapping or item.
 
 
 @pytest.mark.parametrize("depth", sorted({path.count(".") for path in MAPPINGS}))
-def test_a_mapping_is_an_override_of_any_section(depth: int) -> None:
+def test_a_mapping_is_an_override_of_any_section(depth):
     """All sections of a depth in one command, since none is a part of another."""
     mappings = [f"{path}={{no_such_key: {{}}}}" for path in MAPPINGS if path.count(".") == depth]
     with pytest.raises(InvalidConfigError) as caught:  # the schema's words, not Hydra's
@@ -197,13 +196,13 @@ def test_a_mapping_is_an_override_of_any_section(depth: int) -> None:
 
 
 @pytest.mark.parametrize("override", ["data.train_files=", "data.train_files=[a,'']", "trainer.experiment_name=' '"])
-def test_an_empty_text_is_refused(override: str) -> None:
+def test_an_empty_text_is_refused(override):
     with pytest.raises(InvalidConfigError) as caught:
         composed(override)
     assert [problem.path for problem in caught.value.problems] == [override.split("=")[0]]
 
 
-def test_a_system_prompt_may_be_empty() -> None:
+def test_a_system_prompt_may_be_empty():
     assert composed("data.system_prompt=").data.system_prompt == ""
 
 
@@ -218,54 +217,54 @@ def test_a_system_prompt_may_be_empty() -> None:
         ("actor_rollout_ref.actor.optim.lr=1e-5,1e-4", "config.several-values", "--multirun"),
     ],
 )
-def test_malformed_override(override: str, code: str, remedy: str) -> None:
+def test_malformed_override(override, code, remedy):
     with raises(code, override, remedy):
         composed(override)
 
 
-def test_unknown_config_name() -> None:
+def test_unknown_config_name():
     with raises("config.no-config-file", "quickstrt", "quickstart?", "evaluate, generate, grpo, ppo"):
         composed(name="quickstrt")
 
 
-def test_missing_config_dir() -> None:
+def test_missing_config_dir():
     with pytest.raises(ConfigError) as caught:
         composed(config_dir="/nowhere")
     assert str(caught.value) == "--config-dir=/nowhere: no such folder [config.no-config-dir]"
 
 
-def test_malformed_yaml_names_file_and_line(tmp_path: Path) -> None:
+def test_malformed_yaml_names_file_and_line(tmp_path):
     (tmp_path / "mine.yaml").write_text("data:\n  train_files: [a\n", encoding="utf-8")
     with raises("config.cannot-compose", "mine", "line 2"):
         composed(name="mine", config_dir=str(tmp_path))
 
 
-def test_missing_default_is_named(tmp_path: Path) -> None:
+def test_missing_default_is_named(tmp_path):
     write(tmp_path, "mine", {"defaults": ["pppo", "_self_"]})
     with raises("config.cannot-compose", "pppo"):
         composed(name="mine", config_dir=str(tmp_path))
 
 
-def test_sweep_composes_every_run() -> None:
+def test_sweep_composes_every_run():
     overrides = (*REQUIRED, "trainer.seed=1,2", "algorithm.lam=0.9,1.0")
     composed = compose_sweep(ConfigRequest(TrainConfig, "ppo", overrides)).runs
     runs = [(run.config.trainer.seed, run.config.algorithm.lam) for run in composed]
     assert runs == [(1, 0.9), (1, 1.0), (2, 0.9), (2, 1.0)]
 
 
-def test_sweep_with_one_wrong_run_names_it() -> None:
+def test_sweep_with_one_wrong_run_names_it():
     overrides = (*REQUIRED, "trainer.seed=1,x")
     with raises("config.wrong-type", f"run of the sweep with {' '.join((*REQUIRED, 'trainer.seed=x'))}:\n"):
         compose_sweep(ConfigRequest(TrainConfig, "ppo", overrides))
 
 
-def test_printed_config_composes_to_itself(tmp_path: Path) -> None:
+def test_printed_config_composes_to_itself(tmp_path):
     config = composed("actor_rollout_ref.actor.clip_ratio=0.3")
     (tmp_path / "again.yaml").write_text(to_yaml(config), encoding="utf-8")
     assert compose(ConfigRequest(TrainConfig, "again", config_dir=str(tmp_path))) == config
 
 
-def test_origins_of_values() -> None:
+def test_origins_of_values():
     values: dict[str, Any] = {
         "actor_rollout_ref": {"model": {"path": "model"}, "actor": {"optim": {"lr": 3e-6}}},
         "data": {"train_files": ["x"]},
@@ -280,7 +279,7 @@ def test_origins_of_values() -> None:
     assert all(item.value != item.default for item in changed.values()) and "trainer.val_only" not in changed
 
 
-def test_values_of_a_file_have_its_origin(tmp_path: Path) -> None:
+def test_values_of_a_file_have_its_origin(tmp_path):
     (tmp_path / "mine.yaml").write_text("defaults: [quickstart, _self_]\ntrainer: {seed: 9}\n", encoding="utf-8")
     config = compose(ConfigRequest(TrainConfig, "mine", (), str(tmp_path)))
     file = {"algorithm": {"use_kl_in_reward": True}, "trainer": {"seed": 9}}
@@ -289,6 +288,6 @@ def test_values_of_a_file_have_its_origin(tmp_path: Path) -> None:
     assert changed["data.seed"] == "derived"
 
 
-def test_sweep_without_multirun_is_refused() -> None:
+def test_sweep_without_multirun_is_refused():
     with raises("config.needs-multirun", "hydra.mode=MULTIRUN", "--multirun"):
         composed("hydra.mode=MULTIRUN")

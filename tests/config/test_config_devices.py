@@ -1,9 +1,5 @@
 """Devices of roles alone: derived layouts, rejected keys, verl's names."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from config_cases import EVALUATE, check_problem, problems_of, with_keys
 
@@ -18,7 +14,7 @@ SCORING = {"reward.model.enable": True, "reward.model.path": "rm"}
 TEACHER = {f"{TEACHERS}.enabled": True, f"{TEACHERS}.teacher_models": {"one": {"model_path": "teacher"}}}
 
 
-def test_a_layout_fills_the_devices_of_its_role() -> None:
+def test_a_layout_fills_the_devices_of_its_role():
     config = build(TrainConfig, with_keys({**APART, "critic.megatron.tensor_model_parallel_size": 2}))
     assert (config.critic.own_devices, config.num_devices, config.trainer.num_devices) == (8, 16, 8)
     assert config.critic.megatron.data_parallel_size == 4
@@ -26,12 +22,12 @@ def test_a_layout_fills_the_devices_of_its_role() -> None:
     assert config.actor_rollout_ref.rollout.replicas == 8, "the engines share the trainer's devices"
 
 
-def test_the_number_per_node_is_the_trainers_by_default() -> None:
+def test_the_number_per_node_is_the_trainers_by_default():
     config = build(TrainConfig, with_keys({"critic.nnodes": 2, "trainer.n_gpus_per_node": 4}))
     assert config.critic.own_devices == 8 and config.critic.megatron.data_parallel_size == 8
 
 
-def test_weights_stay_on_devices_of_a_role_alone() -> None:
+def test_weights_stay_on_devices_of_a_role_alone():
     """Gradients and optimizer state are still offloaded: that lowers the peak of an update."""
     offload = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
     critic = build(TrainConfig, with_keys({**APART, "critic.megatron": offload})).critic.megatron
@@ -40,7 +36,7 @@ def test_weights_stay_on_devices_of_a_role_alone() -> None:
 
 
 @pytest.mark.parametrize("names", [("one",), ("one", "two")])
-def test_several_teachers_take_turns_on_their_devices(names: tuple[str, ...]) -> None:
+def test_several_teachers_take_turns_on_their_devices(names):
     models = {name: {"model_path": "teacher", "megatron": {"param_offload": True}} for name in names}
     keys = {**TEACHER, f"{TEACHERS}.teacher_models": models, f"{TEACHERS}.nnodes": 1, f"{TEACHERS}.n_gpus_per_node": 2}
     distillation = build(TrainConfig, with_keys(keys)).distillation
@@ -48,7 +44,7 @@ def test_several_teachers_take_turns_on_their_devices(names: tuple[str, ...]) ->
     assert {t.megatron.param_offload for t in distillation.teacher_models.values()} == {len(names) > 1}
 
 
-def test_all_roles_have_pools() -> None:
+def test_all_roles_have_pools():
     keys = {
         **APART, **KL, **SCORING, **TEACHER, f"{REF}.megatron.tensor_model_parallel_size": 2, f"{REF}.nnodes": 1,
         f"{REF}.n_gpus_per_node": 2, f"{TEACHERS}.nnodes": 1, "reward.model.nnodes": 1,
@@ -61,7 +57,7 @@ def test_all_roles_have_pools() -> None:
     assert list(own_pools(validating)) == ["reward.model"]
 
 
-def test_other_jobs() -> None:
+def test_other_jobs():
     evaluation = build(EvaluateConfig, with_keys({**SCORING, "reward.model.nnodes": 2}, EVALUATE))
     assert own_pools(evaluation)["reward.model"].own_devices == 16
     generation = with_keys({"data.prompts": ["p.txt"]}, {"actor_rollout_ref": EVALUATE["actor_rollout_ref"]})
@@ -98,12 +94,12 @@ def test_other_jobs() -> None:
         ({**APART, "critic.n_gpus_per_node": 0}, "critic.n_gpus_per_node", "config.value-out-of-limits: >= 1"),
     ],
 )  # fmt: skip
-def test_rejected_by_name(values: dict[str, Any], path: str, expected: str) -> None:
+def test_rejected_by_name(values, path, expected):
     check_problem(problems_of(values)[path], expected)
 
 
 @pytest.mark.parametrize("section", ["reward_model", "reward.reward_model"])
-def test_verls_switch_of_a_pool(section: str) -> None:
+def test_verls_switch_of_a_pool(section):
     sizes = {f"{section}.nnodes": 1, f"{section}.n_gpus_per_node": 4}
     switch, scoring = f"{section}.enable_resource_pool", SCORING
     config = build(TrainConfig, with_keys({**scoring, **sizes, switch: True}))
@@ -116,6 +112,6 @@ def test_verls_switch_of_a_pool(section: str) -> None:
     build(TrainConfig, with_keys({f"{section}.nnodes": 0, f"{section}.n_gpus_per_node": 0, switch: False}))
 
 
-def test_verls_pool_of_the_teachers() -> None:
+def test_verls_pool_of_the_teachers():
     config = build(TrainConfig, with_keys({**TEACHER, f"{TEACHERS}.nnodes": 1, f"{TEACHERS}.n_gpus_per_node": 2}))
     assert own_pools(config)[TEACHERS].own_devices == 2

@@ -1,11 +1,7 @@
 """Keys of on-policy distillation: bad values are rejected by name, verl's are translated, plans know the teachers."""
 
-from __future__ import annotations
-
 import json
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from config_cases import check_problem
@@ -37,13 +33,13 @@ POLICY = {
 }
 
 
-def model(folder: Path, **changes: Any) -> str:
+def model(folder, **changes):
     folder.mkdir()
     (folder / "config.json").write_text(json.dumps(POLICY | changes), encoding="utf-8")
     return str(folder)
 
 
-def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = None, **keys: Any) -> TrainConfig:
+def config(policy, teachers, loss=None, **keys):
     values = {
         "data": {"train_files": "x.parquet", "train_batch_size": 8, "max_prompt_length": 8, "max_response_length": 8},
         "actor_rollout_ref": {
@@ -194,19 +190,17 @@ def config(policy: str, teachers: dict[str, Any], loss: dict[str, Any] | None = 
         ),
     ],
 )
-def test_bad_values_are_rejected(
-    teachers: dict[str, Any] | None, loss: dict[str, Any], keys: dict[str, Any], path: str, expected: str
-) -> None:
+def test_bad_values_are_rejected(teachers, loss, keys, path, expected):
     with pytest.raises(InvalidConfigError) as caught:
         config("policy", {"t": {"model_path": "x"}} if teachers is None else teachers, loss, **keys)
     check_problem({problem.path: problem for problem in caught.value.problems}[path], expected)
 
 
-def test_one_response_per_prompt_is_enough_without_rewards() -> None:
+def test_one_response_per_prompt_is_enough_without_rewards():
     assert config("policy", {"t": {"model_path": "x"}}, {"use_task_rewards": False}, n=1).samples_per_prompt == 1
 
 
-def test_verls_engine_keys_become_the_teachers_layout(tmp_path: Path) -> None:
+def test_verls_engine_keys_become_the_teachers_layout(tmp_path):
     inference = {"name": "vllm", "tensor_model_parallel_size": 2, "gpu_memory_utilization": 0.4, "dtype": "float32"}
     path = model(tmp_path / "teacher", hidden_size=64, num_hidden_layers=4)
     teachers = {"big": {"model_path": path, "num_replicas": 1, "inference": inference}}
@@ -219,7 +213,7 @@ def test_verls_engine_keys_become_the_teachers_layout(tmp_path: Path) -> None:
     assert role.model.num_layers == 4 and not role.trains and [p.phase for p in role.passes] == ["teacher"]
 
 
-def test_exact_kl_needs_all_tokens_of_the_policy(tmp_path: Path) -> None:
+def test_exact_kl_needs_all_tokens_of_the_policy(tmp_path):
     policy, loss = model(tmp_path / "policy"), {"loss_mode": "full"}
     small = {"t": {"model_path": model(tmp_path / "small", vocab_size=299)}}
     with raises("teacher.fewer-tokens", "loss_mode=full", "teacher_models.t.model_path=", 299, "300 tokens"):
@@ -228,7 +222,7 @@ def test_exact_kl_needs_all_tokens_of_the_policy(tmp_path: Path) -> None:
     assert len(check_teachers(config(policy, large, loss), weights=False)) == 1
 
 
-def test_plan_counts_output_layer_and_hidden_states_of_the_teacher(tmp_path: Path) -> None:
+def test_plan_counts_output_layer_and_hidden_states_of_the_teacher(tmp_path):
     path = model(tmp_path / "teacher", hidden_size=64, num_hidden_layers=4)
     teachers = {"t": {"model_path": path, "megatron": {"dtype": "bfloat16"}}}
     policy, layout = model(tmp_path / "policy"), {"megatron": {"tensor_model_parallel_size": 2}}
@@ -244,7 +238,7 @@ def test_plan_counts_output_layer_and_hidden_states_of_the_teacher(tmp_path: Pat
     assert needed_store_bytes(topk) - base == rows * response * 5 * 8
 
 
-def test_plan_counts_output_layers_of_all_teachers_and_the_widest_hidden_states(tmp_path: Path) -> None:
+def test_plan_counts_output_layers_of_all_teachers_and_the_widest_hidden_states(tmp_path):
     teachers = {
         "wide": {"model_path": model(tmp_path / "wide", hidden_size=64), "megatron": {"dtype": "bfloat16"}},
         "exact": {"model_path": model(tmp_path / "exact", vocab_size=400), "megatron": {"dtype": "float32"}},
@@ -266,7 +260,7 @@ def test_plan_counts_output_layers_of_all_teachers_and_the_widest_hidden_states(
     assert needed_store_bytes(built) - needed_store_bytes(single) == 8 * 2 * 8 * (64 * 4 + 2 - 4)
 
 
-def test_a_pass_for_hidden_states_computes_no_logits(tmp_path: Path) -> None:
+def test_a_pass_for_hidden_states_computes_no_logits(tmp_path):
     """Neither in memory nor in time; the update reads the states of its tokens, and copies them once."""
     path, policy = model(tmp_path / "teacher", hidden_size=64, vocab_size=4000), model(tmp_path / "policy")
     teachers = {"t": {"model_path": path, "megatron": {"dtype": "bfloat16"}}}
@@ -290,7 +284,7 @@ def test_a_pass_for_hidden_states_computes_no_logits(tmp_path: Path) -> None:
     assert flops[1] - flops[0] == 2 * 16 * 8 * 64 * 4000
 
 
-def test_a_server_needs_no_devices(tmp_path: Path) -> None:
+def test_a_server_needs_no_devices(tmp_path):
     served = {"server": {"urls": ["http://h:1"], "api_key_env": "KEY"}, "key": "code"}
     teachers = {"small": {"model_path": model(tmp_path / "teacher")}, "large": served}
     built = config(model(tmp_path / "policy"), teachers)
@@ -304,7 +298,7 @@ def test_a_server_needs_no_devices(tmp_path: Path) -> None:
         check_teachers(config(str(tmp_path / "policy"), {"large": served}, topk), weights=False)
 
 
-def test_teachers_are_checked_against_the_policy(tmp_path: Path) -> None:
+def test_teachers_are_checked_against_the_policy(tmp_path):
     policy = model(tmp_path / "policy")
     small = {"t": {"model_path": model(tmp_path / "small", vocab_size=16)}}
     with raises("teacher.topk-tokens", "topk=32", "16 tokens"):

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import copy
 import json
-from collections.abc import Collection, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -32,16 +31,16 @@ TABLE = table_of(TrainConfig)
 FREE = tuple(f"{path}." for path, key in KNOWN.items() if key.is_mapping)
 
 
-def key_of(override: str) -> str:
+def key_of(override):
     return override.lstrip("+").partition("=")[0]
 
 
-def overrides_of(script: str) -> list[str]:
+def overrides_of(script):
     number = FACTS["scripts"].index(script)
     return [override for override, users in FACTS["overrides"].items() if number in users]
 
 
-def refused_of(values: Mapping[str, Any], overridden: Collection[str] = ()) -> dict[str, str]:
+def refused_of(values, overridden=()):
     """Codes of the problems of a configuration, by key."""
     try:
         build(TrainConfig, values, overridden=overridden)
@@ -51,7 +50,7 @@ def refused_of(values: Mapping[str, Any], overridden: Collection[str] = ()) -> d
 
 
 @pytest.fixture(scope="module")
-def refused() -> dict[str, dict[str, str]]:
+def refused():
     """Refused keys by script; each override is parsed once and applied to the preset, without Hydra."""
     parsed = {o.input_line: o for o in OverridesParser.create().parse_overrides(list(FACTS["overrides"]))}
     preset = yaml.safe_load((ROOT / "configs" / "ppo_megatron_trainer.yaml").read_text(encoding="utf-8"))
@@ -64,14 +63,14 @@ def refused() -> dict[str, dict[str, str]]:
     return problems
 
 
-def put(values: dict[str, Any], path: str, value: Any) -> None:
+def put(values, path, value):
     *sections, name = path.split(".")
     for section in sections:
         values = values.setdefault(section, {})
     values[name] = value
 
 
-def shares(scripts: list[str], refused: dict[str, dict[str, str]]) -> tuple[float, float, float]:
+def shares(scripts, refused):
     """Accepted shares of the distinct overrides, of the distinct keys, and of the uses."""
     uses = [(override, key_of(override) in refused[script]) for script in scripts for override in overrides_of(script)]
     bad = {override for override, is_bad in uses if is_bad}
@@ -83,9 +82,7 @@ def shares(scripts: list[str], refused: dict[str, dict[str, str]]) -> tuple[floa
     )
 
 
-def test_most_overrides_of_verls_megatron_examples_are_accepted(
-    refused: dict[str, dict[str, str]], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_most_overrides_of_verls_megatron_examples_are_accepted(refused, capsys):
     examples = [script for script in FACTS["scripts"] if script.startswith("examples/")]
     on_gpus = [script for script in examples if "ascend" not in script and "veomni" not in script]
     with_sglang = [script for script in on_gpus if "actor_rollout_ref.rollout.name=sglang" in overrides_of(script)]
@@ -107,7 +104,7 @@ def test_most_overrides_of_verls_megatron_examples_are_accepted(
     assert rows == SHARES, "update SHARES in tools/list_verl_keys.py"
 
 
-def test_every_refusal_has_a_reason(refused: dict[str, dict[str, str]]) -> None:
+def test_every_refusal_has_a_reason(refused):
     for script, problems in refused.items():
         passed = {key_of(override) for override in overrides_of(script)}
         for path, code in problems.items():
@@ -122,24 +119,24 @@ def test_every_refusal_has_a_reason(refused: dict[str, dict[str, str]]) -> None:
         "tests/special_npu/quick_start/run_qwen3_0_6b_megatron_sglang_ascend.sh",
     ],
 )
-def test_whole_scripts_are_accepted(script: str, refused: dict[str, dict[str, str]]) -> None:
+def test_whole_scripts_are_accepted(script, refused):
     assert refused[script] == {}
 
 
-def test_every_key_of_verl_has_a_rule() -> None:
+def test_every_key_of_verl_has_a_rule():
     same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
     keys = {*FACTS["defaults"], *map(key_of, FACTS["overrides"])}
     undecided = [key for key in keys - same if not key.startswith(FREE) and TABLE.rule_for(key) is None]
     assert not undecided, f"neither in megarl/config/verl/table.py nor in a rule: {sorted(undecided)}"
 
 
-def test_shared_keys_are_listed() -> None:
+def test_shared_keys_are_listed():
     same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
     both = {key for key in FACTS["defaults"] if key in KNOWN and KNOWN[key].section is None}
     assert both <= same, f"add to megarl/config/verl/table.py and run from_verl: {sorted(both - same)}"
 
 
-def test_shared_names_are_keys_of_megarl() -> None:
+def test_shared_names_are_keys_of_megarl():
     for section, names in TABLE.same_names():
         for name in names:
             assert f"{section}.{name}" in KNOWN, f"{section}.{name}"
@@ -166,7 +163,7 @@ _OTHER_BY_DESIGN = {
 }
 
 
-def test_the_preset_has_verls_defaults() -> None:
+def test_the_preset_has_verls_defaults():
     overrides = ("actor_rollout_ref.model.path=model",)
     config = compose(ConfigRequest(TrainConfig, "ppo_megatron_trainer", overrides))
     wrong = {}
@@ -193,7 +190,7 @@ _NEEDED: tuple[tuple[str, Any], ...] = (
 """Keys without a default in verl, which verl requires too."""
 
 
-def test_every_default_of_verl_is_accepted() -> None:
+def test_every_default_of_verl_is_accepted():
     values = {"trainer": {"experiment_name": "x"}, "actor_rollout_ref": {"model": {"path": "model"}}}
     defaults = {path: value for path, value in FACTS["defaults"].items() if value != "???" and "$" not in str(value)}
     for path, value in defaults.items():
@@ -207,14 +204,12 @@ def test_every_default_of_verl_is_accepted() -> None:
 COMPLETE = "examples/grpo_trainer/run_qwen3_8b_megatron.sh"
 
 
-def printed(capsys: pytest.CaptureFixture[str], *arguments: str) -> str:
+def printed(capsys, *arguments):
     assert run_job("train", ["--cfg", "job", *arguments]) == 0
     return capsys.readouterr().out
 
 
-def test_command_lines_of_verl_print_one_configuration(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_command_lines_of_verl_print_one_configuration(tmp_path, monkeypatch, capsys):
     """By engine, by the name of the preset, with suffix, and with a folder that is missing or has no such file."""
     monkeypatch.chdir(tmp_path)
     (tmp_path / "user").mkdir()
@@ -233,7 +228,7 @@ def test_command_lines_of_verl_print_one_configuration(
     assert printed(capsys, *rest, "trainer.total_epochs=15") != by_engine  # without the engine: megarl's defaults
 
 
-def test_plan_of_a_complete_recipe() -> None:
+def test_plan_of_a_complete_recipe():
     """1024 prompts, 5 answers each; 8 GPUs with TP2 and PP2 leave 2 data-parallel ranks."""
     plan = plan_batches(compose(ConfigRequest(TrainConfig, "ppo_megatron_trainer", tuple(overrides_of(COMPLETE)))))
     update = plan.phase("actor")
@@ -244,6 +239,6 @@ def test_plan_of_a_complete_recipe() -> None:
     assert "1024 prompts x 5 samples each = 5120 samples" in text and text.count("TP2 PP2 DP2") == 3
 
 
-def test_committed_page_is_up_to_date() -> None:
+def test_committed_page_is_up_to_date():
     page = (ROOT / "docs" / "reference" / "verl_keys.md").read_text(encoding="utf-8")
     assert page == render_verl_page(), "run: python tools/list_verl_keys.py > docs/reference/verl_keys.md"

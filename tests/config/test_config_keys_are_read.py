@@ -9,7 +9,6 @@ from __future__ import annotations
 import ast
 from collections import defaultdict
 from pathlib import Path
-from typing import Any
 
 import pytest
 
@@ -29,14 +28,14 @@ READ_ELSEWHERE = {"actor_rollout_ref.actor.clip_ratio", "layout"}
 class Reads(ast.NodeVisitor):
     """Collects the ``(owner, key)`` pairs of a file; the owner is the name of a section or of a class."""
 
-    def __init__(self, tree: ast.AST) -> None:
+    def __init__(self, tree):
         self.aliases: dict[str, set[str]] = defaultdict(set)
         self.pairs: set[tuple[str, str]] = set()
         self.owners: list[str] = []  # classes around the current node
         self._find_aliases(tree)
         self.visit(tree)
 
-    def _find_aliases(self, tree: ast.AST) -> None:
+    def _find_aliases(self, tree):
         for node in ast.walk(tree):
             if isinstance(node, ast.arg | ast.AnnAssign) and node.annotation is not None:
                 target = node.arg if isinstance(node, ast.arg) else name_of(node.target)
@@ -46,12 +45,12 @@ class Reads(ast.NodeVisitor):
                     branches = [value.body, value.orelse] if isinstance(value, ast.IfExp) else [value]
                     self.aliases[name_of(target)] |= {name_of(branch) for branch in branches}
 
-    def visit_ClassDef(self, node: ast.ClassDef) -> None:
+    def visit_ClassDef(self, node):
         self.owners.append(node.name)
         self.generic_visit(node)
         self.owners.pop()
 
-    def visit_Attribute(self, node: ast.Attribute) -> None:
+    def visit_Attribute(self, node):
         if isinstance(node.ctx, ast.Load):
             owner = name_of(node.value)
             owners = {owner} | self.aliases[owner] | (set(self.owners) if owner == "self" else set())
@@ -59,12 +58,12 @@ class Reads(ast.NodeVisitor):
         self.generic_visit(node)
 
 
-def name_of(node: ast.AST) -> str:
+def name_of(node):
     """The last name of ``a.b.c`` or ``c``; empty for anything else."""
     return node.attr if isinstance(node, ast.Attribute) else getattr(node, "id", "")
 
 
-def assigned(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
+def assigned(node):
     """Targets of an assignment with their values; ``a, b = c, d`` is two."""
     pairs = []
     for target in node.targets:
@@ -76,13 +75,13 @@ def assigned(node: ast.Assign) -> list[tuple[ast.expr, ast.expr]]:
 
 
 @pytest.fixture(scope="module")
-def pairs() -> set[tuple[str, str]]:
+def pairs():
     """The pairs of all files that read keys."""
     files = [f for f in PACKAGE.rglob("*.py") if CONFIG not in f.parents or f in READERS_IN_CONFIG]
     return set().union(*(Reads(ast.parse(file.read_text(encoding="utf-8"))).pairs for file in files))
 
 
-def unread_keys(schema: Any, pairs: set[tuple[str, str]]) -> list[str]:
+def unread_keys(schema, pairs):
     """Paths of the keys that no pair reads."""
     sections = {path: item.section for path, item in walk(schema) if item.section is not None} | {"": schema}
     unread = []
@@ -99,12 +98,12 @@ def unread_keys(schema: Any, pairs: set[tuple[str, str]]) -> list[str]:
 @pytest.mark.parametrize(
     "schema", [TrainConfig, SFTConfig, RewardTrainingConfig, PreferenceConfig, EvaluateConfig, GenerateConfig]
 )
-def test_every_key_is_read(schema: Any, pairs: set[tuple[str, str]]) -> None:
+def test_every_key_is_read(schema, pairs):
     unread = unread_keys(schema, pairs)
     assert not unread, f"nothing reads {', '.join(unread)}"
 
 
-def test_the_scan_separates_reads_from_writes_and_other_owners() -> None:
+def test_the_scan_separates_reads_from_writes_and_other_owners():
     source = (
         "def f(config, keys: 'x', sampling: RolloutConfig | ValSamplingConfig):\n"
         "    config.trainer.seed = 1\n"
@@ -121,6 +120,6 @@ def test_the_scan_separates_reads_from_writes_and_other_owners() -> None:
     assert ("trainer", "seed") not in pairs and ("trainer", "shuffle") not in pairs
 
 
-def test_an_unread_key_is_found(pairs: set[tuple[str, str]]) -> None:
+def test_an_unread_key_is_found(pairs):
     without = {pair for pair in pairs if pair != ("kl_ctrl", "horizon") and pair[1] != "horizon"}
     assert "algorithm.kl_ctrl.horizon" in unread_keys(TrainConfig, without)

@@ -1,19 +1,15 @@
 """``layout=auto``: the chosen values are set."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
 from types import SimpleNamespace
-from typing import Any
 
 from omegaconf import OmegaConf
 
 from megarl.config import TrainConfig
-from megarl.config.compose import Changes, ChosenLayout, ConfigRequest, compose_run
+from megarl.config.compose import ConfigRequest, compose_run
 
 
-def test_chosen_values_are_set() -> None:
-    def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> ChosenLayout:
+def test_chosen_values_are_set():
+    def choose(build, fixed):
         assert "trainer.seed" in fixed and "critic.model.path" not in fixed
         assert build({"trainer.test_freq": 8}).trainer.test_freq == 8
         return SimpleNamespace(changes={"trainer.test_freq": 9})

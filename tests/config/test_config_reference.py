@@ -1,7 +1,5 @@
 """The generated reference page, and the list of algorithm names."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 
@@ -23,7 +21,7 @@ from megarl.config.keys import walk
 ROOT = Path(__file__).resolve().parents[2]
 
 
-def test_committed_pages_are_up_to_date() -> None:
+def test_committed_pages_are_up_to_date():
     folder = ROOT / "docs" / "reference"
     files = [folder / "config.md", *(folder / "config").iterdir()]
     committed = {str(file.relative_to(folder)): file.read_text(encoding="utf-8") for file in files}
@@ -31,7 +29,7 @@ def test_committed_pages_are_up_to_date() -> None:
 
 
 @pytest.mark.parametrize("name", JOB_PAGES)
-def test_every_key_is_on_the_page_of_its_job(name: str) -> None:
+def test_every_key_is_on_the_page_of_its_job(name):
     """Or in a section that the page links to: a shared one, or one of training."""
     pages = render_reference()
     page, shared, training = pages[f"config/{name}.md"], pages["config.md"], pages["config/train.md"]
@@ -45,11 +43,11 @@ def test_every_key_is_on_the_page_of_its_job(name: str) -> None:
             assert f"| `{item.name}` | " in text and all(part in text for part in words), path
 
 
-def parents(path: str) -> list[str]:
+def parents(path):
     return [path[:at] for at, letter in enumerate(path) if letter == "."]
 
 
-def test_headings_are_the_last_parts_of_paths_and_shared_sections_occur_once() -> None:
+def test_headings_are_the_last_parts_of_paths_and_shared_sections_occur_once():
     pages = render_reference()
     for name in JOB_PAGES:
         headings = [line.lstrip("# ") for line in pages[f"config/{name}.md"].splitlines()[1:] if line.startswith("#")]
@@ -60,7 +58,7 @@ def test_headings_are_the_last_parts_of_paths_and_shared_sections_occur_once() -
     assert all(f"- `{role}.megatron`\n" in pages["config.md"] for role in roles)
 
 
-def test_algorithm_names_are_the_registered_names() -> None:
+def test_algorithm_names_are_the_registered_names():
     """The schema offers the names of :mod:`megarl.base.algorithm_names`, since it may not import the registries."""
     from megarl.algorithms import ADVANTAGES, AGGREGATIONS, KL_CONTROLLERS, KL_ESTIMATORS, POLICY_LOSSES, SCHEDULES
     from megarl.algorithms.selection import REWEIGHT_METHODS

@@ -1,9 +1,5 @@
 """Training on stale samples without a correction is rejected by name, with keys that correct."""
 
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 from config_cases import check_problem, problems_of, with_keys
 
@@ -55,7 +51,7 @@ HELD = {
         ({"async_training.proximal": "loglinear"}, "async_training.proximal", "async.proximal-in-sync: set recompute"),
     ],
 )  # fmt: skip
-def test_stale_samples_without_a_correction(values: dict[str, Any], path: str, expected: str) -> None:
+def test_stale_samples_without_a_correction(values, path, expected):
     check_problem(problems_of(values)[path], expected)
 
 
@@ -73,6 +69,6 @@ def test_stale_samples_without_a_correction(values: dict[str, Any], path: str, e
         ({**STALE, "async_training.max_staleness": 0.0}, False, False),
     ],
 )
-def test_corrections_of_stale_samples(values: dict[str, Any], held: bool, estimated: bool) -> None:
+def test_corrections_of_stale_samples(values, held, estimated):
     config = build(TrainConfig, with_keys(values))
     assert (config.holds_proximal_policy, config.estimates_proximal_policy) == (held, estimated)

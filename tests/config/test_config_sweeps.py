@@ -1,7 +1,5 @@
 """Sweeps: plugins, checks before the first run, and experiments on top of configurations."""
 
-from __future__ import annotations
-
 from functools import cache
 from pathlib import Path
 
@@ -23,11 +21,11 @@ REQUIRED = (
 )
 
 
-def sweep(*overrides: str, name: str = "quickstart") -> list[TrainConfig]:
+def sweep(*overrides, name="quickstart"):
     return [run.config for run in compose_sweep(ConfigRequest(TrainConfig, name, overrides)).runs]
 
 
-def test_settings_of_a_sweep_do_not_change_its_runs() -> None:
+def test_settings_of_a_sweep_do_not_change_its_runs():
     launcher = ("hydra/launcher=submitit_slurm", "hydra.launcher.partition=gpu", "hydra.launcher.gpus_per_node=8")
     search = ("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", "hydra.sweeper.storage=sqlite:///s.db")
     request = ConfigRequest(TrainConfig, "quickstart", (*launcher, *search, f"{LR}=1e-4,2e-4"))
@@ -38,7 +36,7 @@ def test_settings_of_a_sweep_do_not_change_its_runs() -> None:
     assert composed.runs[0].overrides == (f"{LR}=0.0001",)
 
 
-def test_folders_of_a_sweep() -> None:
+def test_folders_of_a_sweep():
     folders = ("hydra.sweep.dir=out", "hydra.sweep.subdir=run_${hydra.job.num}")
     composed = compose_sweep(ConfigRequest(TrainConfig, "quickstart", (*folders, "trainer.seed=1,2")))
     assert composed.folder == Path("out")
@@ -56,7 +54,7 @@ def test_folders_of_a_sweep() -> None:
         (("trainer.seed=sort(4,2)", "algorithm.lam=0.9,1"), [2, 2, 4, 4]),
     ],
 )
-def test_values_of_the_override_syntax(overrides: tuple[str, ...], seeds: list[int]) -> None:
+def test_values_of_the_override_syntax(overrides, seeds):
     assert [config.trainer.seed for config in sweep(*overrides)] == seeds
 
 
@@ -64,7 +62,7 @@ def test_values_of_the_override_syntax(overrides: tuple[str, ...], seeds: list[i
     ("override", "value"),
     [(f"{LR}=interval(1e-5,1e-3)", 1e-5), (f"{LR}=tag(log,interval(1e-5,1e-3))", 1e-5), (f"{LR}=choice(3e-4,1)", 3e-4)],
 )
-def test_one_corner_of_sampled_values_is_checked(override: str, value: float) -> None:
+def test_one_corner_of_sampled_values_is_checked(override, value):
     (config,) = sweep("hydra/sweeper=optuna", "hydra.sweeper.n_trials=3", override)
     assert config.actor_rollout_ref.actor.optim.lr == value
     with raises("config.unknown-key", "trainer.nodes"):
@@ -85,7 +83,7 @@ def test_one_corner_of_sampled_values_is_checked(override: str, value: float) ->
         (f"{LR}=interval(1e-5,1e-3)", "config.sweep-interval", "hydra/sweeper=optuna"),
     ],
 )
-def test_unsupported_sweeps(override: str, code: str, values: str) -> None:
+def test_unsupported_sweeps(override, code, values):
     with raises(code, override, values):
         sweep(override)
 
@@ -99,18 +97,18 @@ def test_unsupported_sweeps(override: str, code: str, values: str) -> None:
         ("hydra.job.chdir=true", "config.unknown-key", "hydra.job.chdir"),
     ],
 )
-def test_keys_of_hydra_in_a_single_run(override: str, code: str, value: str) -> None:
+def test_keys_of_hydra_in_a_single_run(override, code, value):
     with raises(code, override, value):
         compose(ConfigRequest(TrainConfig, "quickstart", (override,)))
 
 
-def test_a_missing_package_is_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_missing_package_is_named(monkeypatch):
     monkeypatch.setitem(module._PACKAGES["hydra/sweeper"], "optuna", "not_here_optuna")
     with raises("config.sweep-not-installed", "hydra/sweeper=optuna", "not_here_optuna", "pip install", "[sweep]"):
         sweep("hydra/sweeper=optuna")
 
 
-def test_experiments_are_swept_over() -> None:
+def test_experiments_are_swept_over():
     for texts in ("rloo,gspo", "choice(rloo,gspo)", "glob([rloo,gsp*])"):
         names = {config.algorithm.adv_estimator for config in sweep(f"+experiment={texts}", name="quickstart_grpo")}
         assert names == {"rloo", "grpo"}
@@ -119,12 +117,12 @@ def test_experiments_are_swept_over() -> None:
 
 
 @cache
-def bare(name: str) -> TrainConfig:
+def bare(name):
     """A configuration without an experiment."""
     return compose(ConfigRequest(TrainConfig, name, required(name)))
 
 
-def required(name: str) -> tuple[str, ...]:
+def required(name):
     return () if name.startswith("quickstart") else REQUIRED
 
 
@@ -139,13 +137,13 @@ NAMES = ("quickstart", "quickstart_grpo", "ppo", "grpo", "run_8b_grpo", "run_70b
         *((name, EXPERIMENTS[0]) for name in NAMES if name not in ("quickstart", "run_8b_grpo")),
     ],
 )
-def test_experiments_apply_to_configurations(name: str, experiment: str) -> None:
+def test_experiments_apply_to_configurations(name, experiment):
     changed = compose(ConfigRequest(TrainConfig, name, (*required(name), f"+experiment={experiment}")))
     assert changed != bare(name) and changed.trainer.experiment_name == bare(name).trainer.experiment_name
 
 
 @pytest.mark.parametrize("key", ["hf_export_dir", "rollout_data_dir"])
-def test_runs_of_a_sweep_share_no_folder(key: str) -> None:
+def test_runs_of_a_sweep_share_no_folder(key):
     runs = ("trainer.seed=1,2",)
     shared = f"trainer.{key}=out"
     with raises("config.sweep-shared-output", f"trainer.{key}=out", "runs 0 and 1", f"trainer.{key}=null"):
@@ -155,7 +153,7 @@ def test_runs_of_a_sweep_share_no_folder(key: str) -> None:
         assert len(sweep(*runs, shared, allowed)) == 2
 
 
-def test_runs_with_sampled_values_share_no_folder() -> None:
+def test_runs_with_sampled_values_share_no_folder():
     optuna = ("hydra/sweeper=optuna", "trainer.seed=range(1,9)")
     assert len(sweep(*optuna)) == 1
     with raises("config.sweep-shared-output", "trainer.hf_export_dir=out", "runs 0 and 1"):

@@ -30,17 +30,17 @@ SFT = [path for path, _ in walk(SFTConfig)]
         ("trainer.total_training_step=4", "trainer.total_training_steps"),  # by edit distance
     ],
 )
-def test_unknown_key_is_suggested_by_its_meaning_first(override: str, suggestion: str) -> None:
+def test_unknown_key_is_suggested_by_its_meaning_first(override, suggestion):
     with raises("config.unknown-key", f" {suggestion}?"):
         compose(ConfigRequest(TrainConfig, "quickstart", (override,)))
 
 
-def test_other_jobs_have_other_keys() -> None:
+def test_other_jobs_have_other_keys():
     assert synonyms("learning_rate", SFT) == ["optim.lr"]
     assert synonyms("num_generations", SFT) == []
 
 
-def test_suggested_keys_exist_and_have_other_names() -> None:
+def test_suggested_keys_exist_and_have_other_names():
     names: list[str] = []
     for keys, others in _KEYS.items():
         assert set(keys.split()) <= {*TRAIN, *SFT}, keys
@@ -52,7 +52,7 @@ def test_suggested_keys_exist_and_have_other_names() -> None:
 
 
 @pytest.mark.parametrize("page", ["tutorials/from_trl.md"])
-def test_suggestions_agree_with_the_page_about_the_framework(page: str) -> None:
+def test_suggestions_agree_with_the_page_about_the_framework(page):
     text = (ROOT / "docs" / page).read_text(encoding="utf-8")
     rows = re.findall(r"^\| (.+?) \| (.+) \|$", text, re.MULTILINE)
     checked = 0

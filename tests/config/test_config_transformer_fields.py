@@ -1,9 +1,6 @@
 """Fields of Megatron's TransformerConfig: names and types from the installed source."""
 
-from __future__ import annotations
-
 import ast
-from typing import Any
 
 import pytest
 from config_cases import check_problem, problems_of, with_keys
@@ -34,7 +31,7 @@ OVERLAP = {"overlap_p2p_comm": True}
         {"fp8": None, "fp8_margin": 0, "moe_enable_routing_replay": False},  # Megatron's defaults
     ],
 )
-def test_valid_fields(overrides: dict[str, Any]) -> None:
+def test_valid_fields(overrides):
     assert list(override_problems(overrides)) == []
 
 
@@ -70,13 +67,13 @@ def test_valid_fields(overrides: dict[str, Any]) -> None:
         ({"grad_scale_func": "f"}, "config.owned-transformer-field"),
     ],
 )
-def test_invalid_fields(overrides: dict[str, Any], expected: str) -> None:
+def test_invalid_fields(overrides, expected):
     (problem,) = override_problems(overrides)
     assert {problem.path} == {f"override_transformer_config.{name}" for name in overrides}
     check_problem(problem, expected)
 
 
-def test_a_field_of_another_release_is_rejected(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_field_of_another_release_is_rejected(monkeypatch):
     added = ast.parse("field: int = 3").body[0]
     assert isinstance(added, ast.AnnAssign)
     field = TransformerField(added.annotation, added.value)
@@ -93,12 +90,12 @@ def test_a_field_of_another_release_is_rejected(monkeypatch: pytest.MonkeyPatch)
     )
 
 
-def test_each_field_has_one_class() -> None:
+def test_each_field_has_one_class():
     assert not SUPPORTED & OWNED.keys() and not SUPPORTED & REJECTED.keys() and not OWNED.keys() & REJECTED.keys()
     assert REJECTED_VALUES.keys() <= SUPPORTED
 
 
-def test_overlapped_exchange_needs_an_interleaved_pipeline() -> None:
+def test_overlapped_exchange_needs_an_interleaved_pipeline():
     values = {f"{CRITIC}.pipeline_model_parallel_size": 2, f"{CRITIC}.override_transformer_config": OVERLAP}
     (problem,) = problems_of(values).values()
     assert problem.path == f"{CRITIC}.override_transformer_config.overlap_p2p_comm"

@@ -1,9 +1,6 @@
 """verl's keys among megarl's: accepted, translated, or refused by name."""
 
-from __future__ import annotations
-
 from pathlib import Path
-from typing import Any
 
 import pytest
 from config_cases import EVALUATE, SFT, check_problem, problems_of, with_keys
@@ -78,7 +75,7 @@ SERVER = f"{ROLLOUT}.engine_kwargs.sglang.server_args"
          f"{ACTOR}.megatron.override_transformer_config", {}),
     ],
 )  # fmt: skip
-def test_translated(key: str, value: Any, to: str, becomes: Any) -> None:
+def test_translated(key, value, to, becomes):
     assert value_at(build(TrainConfig, with_keys({key: value})), to) == becomes
 
 
@@ -112,7 +109,7 @@ def test_translated(key: str, value: Any, to: str, becomes: Any) -> None:
         ("sync.delta.full_freq", 10),
     ],
 )
-def test_accepted_without_a_change(key: str, value: Any) -> None:
+def test_accepted_without_a_change(key, value):
     assert build(TrainConfig, with_keys({key: value})) == build(TrainConfig, with_keys({}))
 
 
@@ -157,20 +154,20 @@ def test_accepted_without_a_change(key: str, value: Any) -> None:
         ("ray_kwargs.ray_init.runtime_env.working_dir", "/x", "config.verl-key"),
     ],
 )
-def test_refused_by_name(key: str, value: Any, expected: str) -> None:
+def test_refused_by_name(key, value, expected):
     problem = problems_of({key: value})[key]
     check_problem(problem, expected)
     assert problem.value == value
 
 
-def test_keys_of_an_enabled_feature_are_refused_with_it() -> None:
+def test_keys_of_an_enabled_feature_are_refused_with_it():
     name = "actor_rollout_ref.model.mtp"
     problems = problems_of({f"{name}.enable": True, f"{name}.enable_train": True})
     check_problem(problems[f"{name}.enable_train"], "config.verl-feature: mtp.enable=true")
     assert len(problems) == 2
 
 
-def test_adapters_have_verls_keys_of_both_of_its_sections() -> None:
+def test_adapters_have_verls_keys_of_both_of_its_sections():
     model = "actor_rollout_ref.model"
     nested = {"rank": 8, "alpha": 32, "target_modules": ["linear_qkv"], "exclude_modules": [], "merge": True}
     config = build(TrainConfig, with_keys({f"{model}.lora.{name}": value for name, value in nested.items()}))
@@ -180,13 +177,13 @@ def test_adapters_have_verls_keys_of_both_of_its_sections() -> None:
 
 
 @pytest.mark.parametrize(("kind", "expected"), [("canonical_lora", "lora"), ("dora", "dora")])
-def test_adapters_have_verls_kinds(kind: str, expected: str) -> None:
+def test_adapters_have_verls_kinds(kind, expected):
     model = "critic.model"
     config = build(TrainConfig, with_keys({f"{model}.lora_rank": 8, f"{model}.lora.type": kind}))
     assert config.critic.model.lora.type == expected
 
 
-def test_adapters_need_no_layout_of_the_reference() -> None:
+def test_adapters_need_no_layout_of_the_reference():
     """verl ignores the reference's layout if the model has adapters."""
     values = {"actor_rollout_ref.model.lora_rank": 8, "actor_rollout_ref.ref.megatron.tensor_model_parallel_size": 1}
     assert build(TrainConfig, with_keys(values)).actor_rollout_ref.ref.megatron is None
@@ -202,17 +199,17 @@ def test_adapters_need_no_layout_of_the_reference() -> None:
         ("actor_rollout_ref.model.lora_rank", -1, "config.value-out-of-limits: >= 0"),
     ],
 )
-def test_keys_of_adapters_without_a_rank_are_refused(key: str, value: Any, expected: str) -> None:
+def test_keys_of_adapters_without_a_rank_are_refused(key, value, expected):
     check_problem(problems_of({key: value})[key], expected)
 
 
-def test_an_adapter_as_reference_needs_its_folder() -> None:
+def test_an_adapter_as_reference_needs_its_folder():
     model = "actor_rollout_ref.model"
     problems = problems_of({f"{model}.lora_rank": 8, f"{model}.lora.reference": "adapter"})
     check_problem(problems[f"{model}.lora.reference"], f"adapter.reference-needs-path: {model}.lora_adapter_path")
 
 
-def test_two_names_of_one_setting_must_agree() -> None:
+def test_two_names_of_one_setting_must_agree():
     values = {f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 0.7}
     check_problem(problems_of(values)[f"{ACTOR}.grad_clip"], "config.verl-two-names: 0.7")
     values = {f"{ACTOR}.grad_clip": 0.5, f"{ACTOR}.optim.clip_grad": 0.5}
@@ -233,9 +230,7 @@ def test_two_names_of_one_setting_must_agree() -> None:
         ("reward_model: {timeout_s: 60}", ("reward.timeout_s=30", "reward_model.timeout_s=70"), None),
     ],
 )
-def test_the_command_line_takes_precedence_over_another_name_in_a_file(
-    file: str, overrides: tuple[str, ...], expected: float | None, tmp_path: Path
-) -> None:
+def test_the_command_line_takes_precedence_over_another_name_in_a_file(file, overrides, expected, tmp_path):
     (tmp_path / "mine.yaml").write_text(f"defaults: [quickstart_evaluate, _self_]\n{file}\n", encoding="utf-8")
     request = ConfigRequest(EvaluateConfig, "mine", overrides, str(tmp_path))
     if expected is not None:
@@ -248,7 +243,7 @@ def test_the_command_line_takes_precedence_over_another_name_in_a_file(
     assert (problem.path, problem.value) == ("reward_model.timeout_s", 70)
 
 
-def test_a_stored_configuration_of_an_earlier_run_means_the_same() -> None:
+def test_a_stored_configuration_of_an_earlier_run_means_the_same():
     """The file has the sections that moved as such a run stored them: with all of their keys."""
     folder = str(Path(__file__).parent)
     new = (
@@ -270,18 +265,18 @@ def test_a_stored_configuration_of_an_earlier_run_means_the_same() -> None:
     assert "reward_model.model_weight" in changed and len(changed) == 28  # no notes on the keys at their defaults
 
 
-def test_a_sweep_takes_earlier_names() -> None:
+def test_a_sweep_takes_earlier_names():
     request = ConfigRequest(EvaluateConfig, "quickstart_evaluate", ("reward_model.name=gsm8k,math",))
     assert [run.config.reward.name for run in compose_sweep(request).runs] == ["gsm8k", "math"]
 
 
-def test_notes_show_no_secrets() -> None:
+def test_notes_show_no_secrets():
     values = {"custom_reward_function.reward_kwargs.api_key": "abc-123", "retriever.url": "http://me:hunter22@h/r"}
     notes = "\n".join(verl_notes(TrainConfig, with_keys(values)))
     assert notes.count("<redacted>") == 2 and "abc-123" not in notes and "hunter22" not in notes
 
 
-def test_notes_on_translated_keys_and_keys_without_effect() -> None:
+def test_notes_on_translated_keys_and_keys_without_effect():
     values = {
         f"{ROLLOUT}.gpu_memory_utilization": 0.6,
         f"{ACTOR}.megatron.use_mbridge": True,
@@ -307,13 +302,13 @@ MICRO, LOG_PROB = "ppo_micro_batch_size_per_gpu", "log_prob_micro_batch_size_per
         ({f"{ACTOR}.{MICRO}": 2, f"{ROLLOUT}.log_prob_use_dynamic_bsz": True}, (False, 2), (True, None)),
     ],
 )
-def test_micro_batches_follow_verls_keys(values: dict[str, Any], actor: Any, rollout: Any) -> None:
+def test_micro_batches_follow_verls_keys(values, actor, rollout):
     policy = build(TrainConfig, with_keys(values)).actor_rollout_ref
     assert (policy.actor.use_dynamic_bsz, policy.actor.micro_batch_size_per_gpu) == actor
     assert (policy.rollout.log_prob_use_dynamic_bsz, policy.rollout.log_prob_micro_batch_size_per_gpu) == rollout
 
 
-def test_missing_keys_of_the_reference_layout_are_the_actors() -> None:
+def test_missing_keys_of_the_reference_layout_are_the_actors():
     values = {
         f"{ACTOR}.megatron.tensor_model_parallel_size": 2,
         f"{ACTOR}.megatron.pipeline_model_parallel_size": 2,
@@ -335,7 +330,7 @@ def test_missing_keys_of_the_reference_layout_are_the_actors() -> None:
     assert bridged.actor_rollout_ref.ref.megatron is None
 
 
-def test_a_plus_before_a_key_changes_nothing() -> None:
+def test_a_plus_before_a_key_changes_nothing():
     overrides = (
         "data.train_files=t.parquet",
         "actor_rollout_ref.model.path=model",
@@ -351,7 +346,7 @@ def test_a_plus_before_a_key_changes_nothing() -> None:
     assert config.critic.optim.lr == 3e-5 and config.trainer.logger == ["console", "wandb"]
 
 
-def test_sglang_arguments_under_megarls_name_stay_unchanged() -> None:
+def test_sglang_arguments_under_megarls_name_stay_unchanged():
     overrides = (
         "data.train_files=t.parquet",
         "actor_rollout_ref.model.path=model",
@@ -361,7 +356,7 @@ def test_sglang_arguments_under_megarls_name_stay_unchanged() -> None:
     assert config.actor_rollout_ref.rollout.engine_kwargs.sglang.server_args == {"mem_fraction_static": 0.7}
 
 
-def test_problems_of_verls_keys_are_reported_with_all_others() -> None:
+def test_problems_of_verls_keys_are_reported_with_all_others():
     overrides = (
         "data.train_files=t",
         "actor_rollout_ref.model.path=m",
@@ -373,7 +368,7 @@ def test_problems_of_verls_keys_are_reported_with_all_others() -> None:
     assert {problem.path for problem in caught.value.problems} == {"actor_rollout_ref.rollout.name", "data.sed"}
 
 
-def test_moved_keys_are_translated_in_all_jobs_that_have_them() -> None:
+def test_moved_keys_are_translated_in_all_jobs_that_have_them():
     values = {"reward_model.name": "gsm8k", "reward_model.model.path": "rm", "retriever.topk": 5, "max_turns": 4}
     config = build(EvaluateConfig, with_keys(values, EVALUATE))
     search = config.actor_rollout_ref.rollout.multi_turn.search
@@ -382,7 +377,7 @@ def test_moved_keys_are_translated_in_all_jobs_that_have_them() -> None:
     assert generated.actor_rollout_ref.rollout.multi_turn.search.max_obs_length == 64
 
 
-def test_other_jobs_have_no_rules_for_verl() -> None:
+def test_other_jobs_have_no_rules_for_verl():
     assert is_verl_key(TrainConfig, "model_engine") and not is_verl_key(SFTConfig, "model_engine")
     check_problem(problems_of({"model_engine": "megatron"}, SFTConfig, SFT)["model_engine"], "config.unknown-key")
     values = with_keys({"data.use_dynamic_bsz": True, "data.micro_batch_size_per_gpu": 2}, SFT)
@@ -395,7 +390,7 @@ TABLES = pytest.mark.parametrize("schema", [TrainConfig, SFTConfig, EvaluateConf
 
 
 @TABLES
-def test_no_rule_is_for_a_key_of_megarl(schema: type) -> None:
+def test_no_rule_is_for_a_key_of_megarl(schema):
     table, known = table_of(schema), dict(walk(schema))
     stale = [path for path in table.rules if path in known]
     assert not stale, f"they are in the schema now; delete their rules in megarl/config/verl and run from_verl: {stale}"
@@ -403,7 +398,7 @@ def test_no_rule_is_for_a_key_of_megarl(schema: type) -> None:
 
 
 @TABLES
-def test_every_translation_has_a_target(schema: type) -> None:
+def test_every_translation_has_a_target(schema):
     table, known = table_of(schema), dict(walk(schema))
     free = tuple(path for path, key in known.items() if key.is_mapping)
     for path, rule in table.rules.items():
@@ -412,7 +407,7 @@ def test_every_translation_has_a_target(schema: type) -> None:
 
 
 @TABLES
-def test_every_switch_is_a_key_with_a_rule(schema: type) -> None:
+def test_every_switch_is_a_key_with_a_rule(schema):
     table = table_of(schema)
     for path, rule in table.rules.items():
         if isinstance(rule, Feature):
@@ -421,7 +416,7 @@ def test_every_switch_is_a_key_with_a_rule(schema: type) -> None:
             assert rule.why, path
 
 
-def test_adopt_does_not_change_its_argument() -> None:
+def test_adopt_does_not_change_its_argument():
     values = {"actor_rollout_ref": {"rollout": {"mode": "async"}}}
     adoption = adopt(TrainConfig, values)
     assert values == {"actor_rollout_ref": {"rollout": {"mode": "async"}}}

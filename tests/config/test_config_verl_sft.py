@@ -26,11 +26,11 @@ KNOWN, TABLE = dict(walk(SFTConfig)), table_of(SFTConfig)
 FREE = tuple(f"{path}." for path, key in KNOWN.items() if key.is_mapping)
 
 
-def key_of(override: str) -> str:
+def key_of(override):
     return override.lstrip("+").partition("=")[0]
 
 
-def composed(script: str) -> tuple[SFTConfig | None, dict[str, str]]:
+def composed(script):
     """The configuration of a script, or its refused keys with the codes of their problems."""
     nodes = {"examples/sft/gsm8k/run_qwen3_5_397b_a17b_megatron.sh": 16}
     devices = ("trainer.n_gpus_per_node=8", f"trainer.nnodes={nodes.get(script, 1)}")  # torchrun's options
@@ -59,13 +59,13 @@ _REFUSED = {
 
 
 @pytest.mark.parametrize("script", FACTS["scripts"])
-def test_overrides_of_verls_scripts(script: str) -> None:
+def test_overrides_of_verls_scripts(script):
     config, refused = composed(script)
     assert set(refused) <= _REFUSED[script] and bool(refused) == (config is None), refused
     assert "config.unknown-key" not in refused.values()
 
 
-def test_share_of_accepted_keys(capsys: pytest.CaptureFixture[str]) -> None:
+def test_share_of_accepted_keys(capsys):
     keys = {key_of(override) for overrides in FACTS["scripts"].values() for override in overrides}
     refused = {path for script in FACTS["scripts"] for path in composed(script)[1]}
     with capsys.disabled():
@@ -73,7 +73,7 @@ def test_share_of_accepted_keys(capsys: pytest.CaptureFixture[str]) -> None:
     assert len(keys) == 62 and len(keys & refused) <= 7
 
 
-def test_values_reach_megarls_keys() -> None:
+def test_values_reach_megarls_keys():
     config, _ = composed("examples/sft/gsm8k/run_nemotron_nano_v3_megatron.sh")
     assert config is not None
     expected = {
@@ -108,13 +108,13 @@ def test_values_reach_megarls_keys() -> None:
         ("trainer.save_freq", "after_each_epoch", "config.verl-value"),
     ],
 )
-def test_refused_by_name(key: str, value: Any, expected: str) -> None:
+def test_refused_by_name(key, value, expected):
     problem = problems_of({key: value}, SFTConfig, SFT)[key]
     check_problem(problem, expected)
     assert problem.value == value
 
 
-def test_every_key_of_verl_has_a_rule() -> None:
+def test_every_key_of_verl_has_a_rule():
     same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
     keys = {*FACTS["defaults"], *(key_of(o) for script in FACTS["scripts"].values() for o in script)}
     undecided = [
@@ -124,7 +124,7 @@ def test_every_key_of_verl_has_a_rule() -> None:
     assert same <= KNOWN.keys() and same <= keys
 
 
-def test_the_preset_has_verls_defaults() -> None:
+def test_the_preset_has_verls_defaults():
     config = compose(ConfigRequest(SFTConfig, "sft_trainer_engine", ("model.path=model", "data.use_dynamic_bsz=false")))
     wrong = {}
     for section, names in TABLE.same_names():
@@ -140,7 +140,7 @@ def test_the_preset_has_verls_defaults() -> None:
 _OTHER_BY_DESIGN = {"model.path", "trainer.device", "data.use_dynamic_bsz"}
 
 
-def test_groups_of_verl_choose_what_megarl_is() -> None:
+def test_groups_of_verl_choose_what_megarl_is():
     overrides = ("model.path=model", "engine=megatron", "optim=megatron", "model=hf_model", "data.train_files=t")
     assert compose(ConfigRequest(SFTConfig, "sft", overrides)).model.path == "model"
     with pytest.raises(InvalidConfigError) as caught:
@@ -148,12 +148,12 @@ def test_groups_of_verl_choose_what_megarl_is() -> None:
     assert [(problem.path, problem.code) for problem in caught.value.problems] == [("engine", "config.verl-group")]
 
 
-def test_engine_selects_verls_defaults() -> None:
+def test_engine_selects_verls_defaults():
     assert compose_job("sft", ["model.path=m", "engine=megatron"]).data.train_batch_size == 256
     assert compose_job("sft", ["model.path=m", "engine=megatron"]).trainer.total_epochs == 4
 
 
-def test_file_logger_and_unread_sizes() -> None:
+def test_file_logger_and_unread_sizes():
     values = with_keys({"trainer.logger": ["console", "file"], "data.micro_batch_size_per_gpu": 4}, SFT)
     config = build(SFTConfig, values)
     assert config.trainer.logger == ["console", "jsonl"] and config.data.micro_batch_size_per_gpu is None

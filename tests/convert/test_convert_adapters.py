@@ -1,22 +1,16 @@
 """Checkpoints of low-rank adapters: in peft's format, merged for transformers, and continued from."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import warnings
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from engine_cases import Setup, engine, in_parts, refusal
 from safetensors.torch import load_file, save_file
-from support.distributed import Place, ProcessPool
 from support.expected_errors import raises
 from tiny_models import policy_reference, rows, save_model
-from torch import Tensor
 
 from megarl.base.errors import CheckpointError
 from megarl.convert.command import main
@@ -30,7 +24,7 @@ DORA = LoraOptions(rank=2, alpha=2.0, targets=("linear_qkv", "down_proj", "lm_he
 
 
 @pytest.fixture(scope="module")
-def trained(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Tensor]:
+def trained(pool, tmp_path_factory):
     """A folder with a base model, a checkpoint of its adapters, the engine's export, both conversions; log-probs."""
     folder = tmp_path_factory.mktemp("adapters")
     save_model(folder / "base", "llama", initializer_range=0.12)
@@ -41,7 +35,7 @@ def trained(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tupl
     return folder, answers[-1].trained
 
 
-def test_merged_folder_equals_the_engines_export(trained: tuple[Path, Tensor]) -> None:
+def test_merged_folder_equals_the_engines_export(trained):
     folder, outputs = trained
     merged, exported = (load_file(folder / name / "model.safetensors") for name in ("hf", "merged"))
     assert merged.keys() == exported.keys()
@@ -50,7 +44,7 @@ def test_merged_folder_equals_the_engines_export(trained: tuple[Path, Tensor]) -
     check_log_probs(folder / "hf", outputs, rows(1))
 
 
-def test_peft_loads_the_folder(trained: tuple[Path, Tensor]) -> None:
+def test_peft_loads_the_folder(trained):
     """Peft's log-probs are the trained engine's, and peft's merged weights are the exported ones."""
     folder, outputs = trained
     theirs = read_by_peft(folder / "peft")
@@ -63,7 +57,7 @@ def test_peft_loads_the_folder(trained: tuple[Path, Tensor]) -> None:
     check_merged(theirs.merge_and_unload(), folder / "hf")
 
 
-def continued_log_probs(place: Place, folder: Path, setup: Setup) -> Any:
+def continued_log_probs(place, folder, setup):
     with engine(place, folder / "base", setup) as built:
         built.load_adapters(folder / "peft")
         start = built.copy_adapters()
@@ -86,13 +80,13 @@ def continued_log_probs(place: Place, folder: Path, setup: Setup) -> Any:
     ],
 )
 def test_folder_of_peft_is_read(
-    pool: ProcessPool,
-    trained: tuple[Path, Tensor],
-    tmp_path: Path,
-    rank_stabilized: bool,
-    kind: str,
-    targets: list[str],
-) -> None:
+    pool,
+    trained,
+    tmp_path,
+    rank_stabilized,
+    kind,
+    targets,
+):
     """Adapters that peft has saved train in the engine at TP=2, and convert to peft's merged weights."""
     folder, _ = trained
     lora = LoraOptions(rank=3, alpha=4.0, rank_stabilized=rank_stabilized, kind=kind, targets=tuple(targets))
@@ -107,13 +101,13 @@ def test_folder_of_peft_is_read(
     check_merged(theirs.merge_and_unload(), tmp_path / "merged")
 
 
-def imported_log_probs(place: Place, base: Path, adapters: Path, setup: Setup) -> Any:
+def imported_log_probs(place, base, adapters, setup):
     with engine(place, base, setup) as built:
         built.load_adapters(adapters)
         return log_probs(built, setup, rows(1))
 
 
-def read_by_peft(folder: Path) -> Any:
+def read_by_peft(folder):
     """The model of a folder in peft's format, with its base model; tensors that do not fit fail."""
     import peft
     import transformers
@@ -125,20 +119,20 @@ def read_by_peft(folder: Path) -> Any:
         return peft.PeftModel.from_pretrained(base, folder).eval()
 
 
-def check_outputs(model: Any, outputs: Tensor) -> None:
+def check_outputs(model, outputs):
     with torch.no_grad():
         for part, row in zip(in_parts(outputs, rows(1)), rows(1), strict=True):
             assert (part - policy_reference(model, row)[0]).abs().max() < 1e-5
 
 
-def check_merged(model: Any, folder: Path) -> None:
+def check_merged(model, folder):
     exported, theirs = load_file(folder / "model.safetensors"), model.state_dict()
     assert exported.keys() <= theirs.keys()
     for name, tensor in theirs.items():
         torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_training_continues_from_a_folder_in_another_layout(pool: ProcessPool, trained: tuple[Path, Tensor]) -> None:
+def test_training_continues_from_a_folder_in_another_layout(pool, trained):
     """The reference can be the first adapter, while the adapters change."""
     folder, outputs = trained
     setup = Setup(ParallelLayout(tp=2), optimizer=ADAM, lora=DORA)
@@ -148,7 +142,7 @@ def test_training_continues_from_a_folder_in_another_layout(pool: ProcessPool, t
     assert (changed - start).abs().max() > 1e-2
 
 
-def other_weights(base: Path, folder: Path) -> Path:
+def other_weights(base, folder):
     """A copy of a model folder with one changed tensor."""
     file = shutil.copytree(base, folder) / "model.safetensors"
     tensors = load_file(file)
@@ -157,7 +151,7 @@ def other_weights(base: Path, folder: Path) -> Path:
     return folder
 
 
-def restored(place: Place, base: Path, checkpoint: Path, setup: Setup) -> None:
+def restored(place, base, checkpoint, setup):
     with engine(place, base, setup) as built:
         load_sharded(built, checkpoint)
 
@@ -172,13 +166,13 @@ def restored(place: Place, base: Path, checkpoint: Path, setup: Setup) -> None:
     ],
 )
 def test_checkpoint_of_another_base_is_rejected(
-    pool: ProcessPool,
-    trained: tuple[Path, Tensor],
-    tmp_path: Path,
-    changes: dict[str, Any],
-    code: str,
-    values: list[str],
-) -> None:
+    pool,
+    trained,
+    tmp_path,
+    changes,
+    code,
+    values,
+):
     folder, _ = trained
     base = other_weights(folder / "base", tmp_path / "other")
     setup = Setup(ParallelLayout(), optimizer=ADAM, lora=DORA)._replace(**changes)
@@ -186,7 +180,7 @@ def test_checkpoint_of_another_base_is_rejected(
     assert message.endswith(f"[{code}]") and all(value in message for value in values), message
 
 
-def test_base_model_elsewhere_is_identified(trained: tuple[Path, Tensor], tmp_path: Path) -> None:
+def test_base_model_elsewhere_is_identified(trained, tmp_path):
     """The same weights in another folder, in several files, are the same base model."""
     import transformers
 

@@ -1,7 +1,5 @@
 """The command line of the conversion: invalid folders, comparisons, interruptions."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
@@ -37,7 +35,7 @@ main(sys.argv[1:])
 """
 
 
-def broken(model: Path, folder: Path, damage: str) -> Path:
+def broken(model, folder, damage):
     copytree(model, folder)
     config = folder / "config.json"
     tensors = tensors_of(model)
@@ -80,9 +78,7 @@ def broken(model: Path, folder: Path, damage: str) -> Path:
         ("pickled", ["pytorch_model.bin", "safetensors", "[convert.unknown-source]"]),
     ],
 )
-def test_invalid_model_folders_are_rejected(
-    damage: str, expected: list[str], model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_model_folders_are_rejected(damage, expected, model, tmp_path, capsys):
     folder = broken(model("qwen2"), tmp_path / "bad", damage)
     run("hf-to-megatron", folder, tmp_path / "out", expect=1)
     message = capsys.readouterr().err
@@ -101,9 +97,7 @@ def test_invalid_model_folders_are_rejected(
         ("other model", ["'model.layers.1.input_layernorm.weight'", "[32]", "[convert.config-mismatch]"]),
     ],
 )
-def test_invalid_role_checkpoints_are_rejected(
-    damage: str, expected: list[str], model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_invalid_role_checkpoints_are_rejected(damage, expected, model, tmp_path, capsys):
     role = tmp_path / "role"
     run("hf-to-megatron", model("qwen2"), role)
     config = role / "huggingface" / "config.json"
@@ -135,7 +129,7 @@ def test_invalid_role_checkpoints_are_rejected(
     assert not (tmp_path / "out").exists()
 
 
-def test_verify_reports_every_difference(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_verify_reports_every_difference(model, tmp_path, capsys):
     source = model("qwen2")
     run("hf-to-megatron", source, tmp_path / "role")
     changed = copytree(source, tmp_path / "changed")
@@ -162,7 +156,7 @@ def test_verify_reports_every_difference(model: Model, tmp_path: Path, capsys: p
     assert "different shapes" in report and "model.layers.0.self_attn.q_proj.weight: [32, 32] and [48, 32]" in report
 
 
-def test_tokenizer_and_config_files_are_copied(model: Model, tmp_path: Path) -> None:
+def test_tokenizer_and_config_files_are_copied(model, tmp_path):
     source = copytree(model("qwen2"), tmp_path / "model")
     texts = {"tokenizer.json": "{}", "tokenizer_config.json": "[1]", "chat_template.jinja": "{{ x }}"}
     for name, text in texts.items():
@@ -177,7 +171,7 @@ def test_tokenizer_and_config_files_are_copied(model: Model, tmp_path: Path) -> 
     assert before == after
 
 
-def test_existing_output_needs_overwrite(model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_existing_output_needs_overwrite(model, tmp_path, capsys):
     run("hf-to-megatron", model("qwen2"), tmp_path / "role")
     run("hf-to-megatron", model("qwen3"), tmp_path / "role", expect=1)
     text = f"{tmp_path / 'role'} exists already; choose another destination, or pass --overwrite"
@@ -189,9 +183,7 @@ def test_existing_output_needs_overwrite(model: Model, tmp_path: Path, capsys: p
     assert [path.name for path in tmp_path.iterdir()] == ["role"]
 
 
-def test_a_full_disk_is_reported_before_writing(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_full_disk_is_reported_before_writing(model, tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(conversion, "SPARE_BYTES", 1 << 60)
     run("hf-to-megatron", model("qwen2"), tmp_path / "role", expect=1)
     assert "[disk.no-space]" in capsys.readouterr().err
@@ -199,9 +191,7 @@ def test_a_full_disk_is_reported_before_writing(
 
 
 @pytest.mark.parametrize("command", ["hf-to-megatron", "megatron-to-hf"])
-def test_a_killed_conversion_leaves_no_output_and_resumes(
-    command: str, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_killed_conversion_leaves_no_output_and_resumes(command, model, tmp_path, capsys):
     source, out = model("qwen2"), tmp_path / "out"
     if command == "megatron-to-hf":
         source = tmp_path / "role"
@@ -223,10 +213,8 @@ def test_a_killed_conversion_leaves_no_output_and_resumes(
     run("verify", source, out)
 
 
-def test_an_interrupted_conversion_can_restart(
-    model: Model, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def interrupt(unfinished: UnfinishedOutput, name: str) -> None:
+def test_an_interrupted_conversion_can_restart(model, tmp_path, monkeypatch, capsys):
+    def interrupt(unfinished, name):
         if len(unfinished.finished) == 2:
             raise KeyboardInterrupt  # like Ctrl-C in the main thread while it waits for workers
         record(unfinished, name)
@@ -243,7 +231,7 @@ def test_an_interrupted_conversion_can_restart(
     assert [path.name for path in tmp_path.iterdir()] == ["out"]
 
 
-def test_the_tool_runs_without_megatron_and_without_options(model: Model, tmp_path: Path) -> None:
+def test_the_tool_runs_without_megatron_and_without_options(model, tmp_path):
     """Run as a script that cannot import Megatron, Ray and transformers."""
     blocked = "import sys; sys.modules['megatron'] = sys.modules['ray'] = sys.modules['transformers'] = None; "
     start = f"{blocked}import runpy; sys.argv = sys.argv[1:]; runpy.run_path(sys.argv[0], run_name='__main__')"
@@ -256,7 +244,7 @@ def test_the_tool_runs_without_megatron_and_without_options(model: Model, tmp_pa
 
 
 @pytest.mark.parametrize(("option", "value"), [("--max-shard-size", "big"), ("--workers", "0"), ("--dtype", "int4")])
-def test_invalid_options_are_rejected(option: str, value: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_invalid_options_are_rejected(option, value, capsys):
     with pytest.raises(SystemExit) as stopped:
         run("hf-to-megatron", "a", "b", option, value)
     assert stopped.value.code == 2 and option in capsys.readouterr().err

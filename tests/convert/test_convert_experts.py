@@ -1,9 +1,6 @@
 """Experts that a file stacks: MXFP4 becomes bfloat16, and checkpoints with another order of rows are refused."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 import torch
@@ -18,14 +15,14 @@ from megarl.models import read_model_config
 
 
 @pytest.fixture(scope="module")
-def quantized(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def quantized(tmp_path_factory):
     folder = tmp_path_factory.mktemp("mxfp4")
     save_model(folder, **{**SETTINGS["gpt_oss"], "hidden_size": 64, "intermediate_size": 96})
     quantize_experts(folder)
     return folder
 
 
-def test_mxfp4_converts_to_the_values_of_transformers(quantized: Path, tmp_path: Path) -> None:
+def test_mxfp4_converts_to_the_values_of_transformers(quantized, tmp_path):
     quantization = transformers.Mxfp4Config(dequantize=True)
     expected = transformers.GptOssForCausalLM.from_pretrained(
         quantized, quantization_config=quantization, dtype=torch.bfloat16
@@ -40,6 +37,6 @@ def test_mxfp4_converts_to_the_values_of_transformers(quantized: Path, tmp_path:
     assert "quantization_config" not in json.loads((tmp_path / "out" / "config.json").read_text(encoding="utf-8"))
 
 
-def test_a_torch_dist_checkpoint_with_stacked_experts_is_refused(quantized: Path) -> None:
+def test_a_torch_dist_checkpoint_with_stacked_experts_is_refused(quantized):
     with raises("convert.torch-dist-experts", quantized, "GptOssForCausalLM"):
         open_torch_dist(quantized, read_model_config(quantized), quantized)

@@ -1,7 +1,5 @@
 """Multi-token prediction layers survive training's exports and every conversion, bit for bit."""
 
-from __future__ import annotations
-
 import json
 import shutil
 from collections.abc import Callable
@@ -11,7 +9,6 @@ import pytest
 import torch
 import transformers
 from checkpoints import _engine, add_multi_token_layer, assert_same, run, save_role, tensors_of
-from support.distributed import Place, ProcessPool
 
 from megarl.megatron import shutdown_runtime
 from megarl.megatron.checkpoint.role_state import HF_MODEL, RESUMABLE
@@ -29,7 +26,7 @@ LAYERS = {
 
 
 @pytest.fixture(params=LAYERS)
-def source(request: pytest.FixtureRequest, model: Model, tmp_path: Path) -> Path:
+def source(request, model, tmp_path):
     """Folder of a model with a multi-token prediction layer."""
     prefix, fields = LAYERS[request.param]
     folder = shutil.copytree(model(request.param), tmp_path / "initial")
@@ -37,12 +34,12 @@ def source(request: pytest.FixtureRequest, model: Model, tmp_path: Path) -> Path
     return folder
 
 
-def field_of(folder: Path) -> int | None:
+def field_of(folder):
     config = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     return config.get("num_nextn_predict_layers", config.get("mtp_num_hidden_layers"))
 
 
-def assert_carried(source: Path, exported: Path) -> None:
+def assert_carried(source, exported):
     """Assert that all tensors are there with their bits and dtypes, and that the real transformers loads them."""
     assert_same(source, exported)
     index = exported / "model.safetensors.index.json"
@@ -57,7 +54,7 @@ def assert_carried(source: Path, exported: Path) -> None:
     torch.testing.assert_close(*logits, rtol=1e-5, atol=1e-5)  # kernels depend on the alignment in the file
 
 
-def export_and_save(place: Place, model: str, folder: str, layout: ParallelLayout) -> None:
+def export_and_save(place, model, folder, layout):
     """Export a model from a real engine, and save a checkpoint with its Hugging Face export, as training does."""
     engine = _engine(place, model, layout, value_head=False)
     try:
@@ -68,13 +65,13 @@ def export_and_save(place: Place, model: str, folder: str, layout: ParallelLayou
         shutdown_runtime()
 
 
-def test_exports_of_a_run_carry_the_layers(source: Path, pool: ProcessPool, tmp_path: Path) -> None:
+def test_exports_of_a_run_carry_the_layers(source, pool, tmp_path):
     pool.run(export_and_save, 2, str(source), str(tmp_path), ParallelLayout(pp=2))
     assert_carried(source, tmp_path / "trained")
     assert_carried(source, tmp_path / "actor" / "huggingface")
 
 
-def test_conversions_carry_the_layers(source: Path, tmp_path: Path) -> None:
+def test_conversions_carry_the_layers(source, tmp_path):
     run("hf-to-megatron", source, tmp_path / "role")
     run("megatron-to-hf", tmp_path / "role", tmp_path / "back", "--max-shard-size", "40KB")
     assert_carried(source, tmp_path / "back")
@@ -82,13 +79,13 @@ def test_conversions_carry_the_layers(source: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("name", ["deepseek_v3"])
 def test_a_checkpoint_finds_the_layers_in_the_initial_folder_or_says_so(
-    name: str,
-    model: Model,
-    pool: ProcessPool,
-    tmp_path: Path,
-    capsys: pytest.CaptureFixture[str],
-    caplog: pytest.LogCaptureFixture,
-) -> None:
+    name,
+    model,
+    pool,
+    tmp_path,
+    capsys,
+    caplog,
+):
     source = shutil.copytree(model(name), tmp_path / "initial")
     extra = add_multi_token_layer(source, LAYERS[name][0], **LAYERS[name][1])
     pool.run(save_role, 1, str(source), str(tmp_path / "actor"), ParallelLayout(), False)
@@ -109,7 +106,7 @@ def test_a_checkpoint_finds_the_layers_in_the_initial_folder_or_says_so(
     assert_carried(moved, tmp_path / "found")
 
 
-def test_another_dtype_leaves_the_layers_unchanged(source: Path, tmp_path: Path) -> None:
+def test_another_dtype_leaves_the_layers_unchanged(source, tmp_path):
     run("hf-to-megatron", source, tmp_path / "role")
     run("megatron-to-hf", tmp_path / "role", tmp_path / "half", "--dtype", "bfloat16")
     before, after = tensors_of(source), tensors_of(tmp_path / "half")

@@ -1,18 +1,14 @@
 """Role checkpoints of megarl: engines and the converter read each other's files, bit for bit."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from pathlib import Path
 from shutil import copytree
-from typing import Any
 
 import pytest
 import torch
 from checkpoints import SETTINGS, assert_same, load_role, run, save_role, tensors_of
 from safetensors.torch import save_file
-from support.distributed import ProcessPool
 from support.valid_layouts import paired_layouts
 from support.whole_tensors import whole_tensors
 from tiny_models import model_config
@@ -24,7 +20,7 @@ CORRECTION_BIAS = "e_score_correction_bias"
 SAVED = ("qwen2", "qwen2_tied", "qwen3_moe", "deepseek_v3", "mixtral", "gpt_oss", "token_critic", "qwen3_5_moe")
 
 
-def save_cases() -> Iterator[Any]:
+def save_cases():
     """Models, each in the next of the layouts that combine all parallel sizes."""
     for number, name in enumerate(SAVED):
         layouts = paired_layouts(model_config(**SETTINGS[name]), 4)
@@ -33,7 +29,7 @@ def save_cases() -> Iterator[Any]:
 
 
 @pytest.mark.parametrize("name", SETTINGS)
-def test_every_family_round_trips(name: str, model: Model, tmp_path: Path) -> None:
+def test_every_family_round_trips(name, model, tmp_path):
     source = model(name)
     run("hf-to-megatron", source, tmp_path / "role", "--max-shard-size", "50KB")
     assert len(list((tmp_path / "role").glob("*.distcp"))) > 1
@@ -44,9 +40,7 @@ def test_every_family_round_trips(name: str, model: Model, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize(("name", "layout"), save_cases())
-def test_engine_checkpoints_convert_back_to_their_source(
-    name: str, layout: ParallelLayout, model: Model, pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_engine_checkpoints_convert_back_to_their_source(name, layout, model, pool, tmp_path):
     source, critic = model(name), "critic" in SETTINGS[name]
     role = tmp_path / "global_step_3" / ("critic" if critic else "actor")
     pool.run(save_role, layout.world_size, str(source), str(role), layout, critic)
@@ -57,9 +51,7 @@ def test_engine_checkpoints_convert_back_to_their_source(
 @pytest.mark.parametrize(
     ("name", "layout"), [("qwen2_tied", ParallelLayout(tp=2, pp=2)), ("qwen3_moe", ParallelLayout(dp=2, ep=2))]
 )
-def test_engines_load_converted_weights(
-    name: str, layout: ParallelLayout, model: Model, pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_engines_load_converted_weights(name, layout, model, pool, tmp_path):
     source = model(name)
     run("hf-to-megatron", source, tmp_path / "role")
     local = pool.run(load_role, layout.world_size, str(source), str(tmp_path / "role"), layout)
@@ -70,14 +62,14 @@ def test_engines_load_converted_weights(
 
 
 @pytest.fixture(scope="module")
-def critic(model: Model, pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def critic(model, pool, tmp_path_factory):
     """Train-ready critic from a tied language model: its head has no bias, and its config has no head."""
     folder = tmp_path_factory.mktemp("run") / "critic"
     pool.run(save_role, 2, str(model("qwen2_tied")), str(folder), ParallelLayout(tp=2), True)
     return folder
 
 
-def test_critics_convert_to_token_classification(critic: Path, tmp_path: Path) -> None:
+def test_critics_convert_to_token_classification(critic, tmp_path):
     import transformers
 
     run("megatron-to-hf", critic, tmp_path / "out")
@@ -89,13 +81,13 @@ def test_critics_convert_to_token_classification(critic: Path, tmp_path: Path) -
     run("verify", critic, tmp_path / "out")
 
 
-def test_a_stripped_critic_equals_its_language_model(critic: Path, model: Model, tmp_path: Path) -> None:
+def test_a_stripped_critic_equals_its_language_model(critic, model, tmp_path):
     run("megatron-to-hf", critic, tmp_path / "out", "--value-head", "strip")
     assert_same(model("qwen2_tied"), tmp_path / "out")
     run("verify", model("qwen2_tied"), tmp_path / "out")
 
 
-def test_a_stripped_model_without_output_layer_is_the_base_model(model: Model, tmp_path: Path) -> None:
+def test_a_stripped_model_without_output_layer_is_the_base_model(model, tmp_path):
     import transformers
 
     run("hf-to-megatron", model("reward_model"), tmp_path / "role")
@@ -106,9 +98,7 @@ def test_a_stripped_model_without_output_layer_is_the_base_model(model: Model, t
 
 @pytest.mark.parametrize(("name", "head"), [("qwen2", "lm_head.weight"), ("reward_model", "score.weight")])
 @pytest.mark.parametrize("is_base_model", [True, False])
-def test_a_folder_without_head_can_be_inspected_but_not_converted(
-    name: str, head: str, is_base_model: bool, model: Model, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_folder_without_head_can_be_inspected_but_not_converted(name, head, is_base_model, model, tmp_path, capsys):
     folder = copytree(model(name), tmp_path / "bare")
     tensors = tensors_of(folder)
     del tensors[head]
@@ -126,7 +116,7 @@ def test_a_folder_without_head_can_be_inspected_but_not_converted(
     assert f"lacks {head}, which every engine needs" in capsys.readouterr().err
 
 
-def test_dtype_casts_all_but_float32_weights(model: Model, tmp_path: Path) -> None:
+def test_dtype_casts_all_but_float32_weights(model, tmp_path):
     source = model("deepseek_v3")
     run("hf-to-megatron", source, tmp_path / "role", "--dtype", "bfloat16")
     run("megatron-to-hf", tmp_path / "role", tmp_path / "out")
@@ -138,9 +128,7 @@ def test_dtype_casts_all_but_float32_weights(model: Model, tmp_path: Path) -> No
 
 
 @pytest.mark.parametrize("stored", [torch.float32, torch.bfloat16])
-def test_a_correction_bias_keeps_the_dtype_of_its_checkpoint(
-    model: Model, pool: ProcessPool, tmp_path: Path, stored: torch.dtype
-) -> None:
+def test_a_correction_bias_keeps_the_dtype_of_its_checkpoint(model, pool, tmp_path, stored):
     """Through the converter, and loaded by an engine, which computes with it in float32."""
     source = copytree(model("deepseek_v3"), tmp_path / "source")
     tensors = tensors_of(source)

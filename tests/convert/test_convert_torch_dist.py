@@ -1,7 +1,5 @@
 """Checkpoints written by Megatron-Core's distributed checkpointing, in several layouts and naming schemes."""
 
-from __future__ import annotations
-
 import argparse
 import io
 import json
@@ -13,7 +11,6 @@ import pytest
 import torch
 import torch.distributed.checkpoint as dcp
 from checkpoints import assert_same, run
-from support.distributed import ProcessPool
 from support.expected_errors import raises
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch_dist_cases import SaveFormat, save_engine_torch_dist, save_torch_dist
@@ -34,7 +31,7 @@ CASES = {
 
 
 @pytest.mark.parametrize("case", CASES)
-def test_reads_megatron_checkpoints(case: str, model: Model, pool: ProcessPool, tmp_path: Path) -> None:
+def test_reads_megatron_checkpoints(case, model, pool, tmp_path):
     name, save_format = CASES[case]
     source, folder = model(name), tmp_path / "iter_0000007"
     pool.run(save_torch_dist, save_format.layout.world_size, str(source), str(folder), save_format)
@@ -47,17 +44,13 @@ def test_reads_megatron_checkpoints(case: str, model: Model, pool: ProcessPool, 
 @pytest.mark.parametrize(
     ("name", "layout"), [("deepseek_v2", ParallelLayout(dp=2, ep=2)), ("deepseek_v3", ParallelLayout(pp=2))]
 )
-def test_reads_latent_attention_and_shared_experts(
-    name: str, layout: ParallelLayout, model: Model, pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_reads_latent_attention_and_shared_experts(name, layout, model, pool, tmp_path):
     pool.run(save_engine_torch_dist, 2, str(model(name)), str(tmp_path / "dist_ckpt"), layout)
     run("megatron-to-hf", tmp_path, tmp_path / "out", "--model", model(name))
     assert_same(model(name), tmp_path / "out")
 
 
-def test_finds_the_model_next_to_the_checkpoint_or_in_its_arguments(
-    model: Model, pool: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_finds_the_model_next_to_the_checkpoint_or_in_its_arguments(model, pool, tmp_path, capsys):
     source, folder = model("qwen2"), tmp_path / "actor" / "dist_ckpt"
     pool.run(save_torch_dist, 1, str(source), str(folder), SaveFormat(hf_checkpoint=str(source)))
     run("megatron-to-hf", tmp_path / "actor", tmp_path / "by_arguments")
@@ -75,7 +68,7 @@ def test_finds_the_model_next_to_the_checkpoint_or_in_its_arguments(
     run("inspect", tmp_path / "plain")
 
 
-def test_arguments_among_the_weights_name_the_model(tmp_path: Path) -> None:
+def test_arguments_among_the_weights_name_the_model(tmp_path):
     """Megatron-Core 0.19 has no file of its own for them; the file of older versions comes first."""
     arguments = argparse.Namespace(hf_checkpoint="/models/by_object", tokenizer_model=None)
     state = {"common_state/shard_0_1": [{"args": arguments, "iteration": 7}], "weight": torch.zeros(2)}
@@ -85,9 +78,7 @@ def test_arguments_among_the_weights_name_the_model(tmp_path: Path) -> None:
     assert model_folders(tmp_path) == [Path("/models/by_file")]
 
 
-def test_a_shape_mismatch_is_reported(
-    model: Model, pool: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_a_shape_mismatch_is_reported(model, pool, tmp_path, capsys):
     pool.run(save_torch_dist, 1, str(model("qwen2")), str(tmp_path / "ckpt"), SaveFormat())
     config = json.loads((model("qwen2") / "config.json").read_text(encoding="utf-8"))
     for field, value, named in (
@@ -103,13 +94,11 @@ def test_a_shape_mismatch_is_reported(
 
 
 class _Evil:
-    def __reduce__(self) -> tuple[object, tuple[str]]:
+    def __reduce__(self):
         return eval, ("print('this must not be printed')",)
 
 
-def test_pickles_with_code_are_rejected(
-    model: Model, pool: ProcessPool, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_pickles_with_code_are_rejected(model, pool, tmp_path, capsys):
     folder = tmp_path / "ckpt"
     pool.run(save_torch_dist, 1, str(model("qwen2")), str(folder), SaveFormat())
     torch.save({"args": _Evil()}, folder / "common.pt")  # only read for hints, with all classes replaced
@@ -121,7 +110,7 @@ def test_pickles_with_code_are_rejected(
     assert "must not be printed" not in output.out
 
 
-def archive(value: object) -> io.BytesIO:
+def archive(value):
     stream = io.BytesIO()
     torch.save(value, stream)
     return stream
@@ -136,7 +125,7 @@ def archive(value: object) -> io.BytesIO:
         torch.nn.Parameter(torch.ones(5)),
     ],
 )
-def test_tensors_are_located_in_archives_without_loading(tensor: torch.Tensor) -> None:
+def test_tensors_are_located_in_archives_without_loading(tensor):
     stream = archive(tensor)
     saved = locate_tensor(stream)
     flat = torch.frombuffer(bytearray(stream.getvalue()[saved.offset :]), dtype=torch.uint8)
@@ -145,7 +134,7 @@ def test_tensors_are_located_in_archives_without_loading(tensor: torch.Tensor) -
     assert torch.equal(flat[:length].view(saved.dtype).as_strided(saved.shape, saved.stride), tensor.detach())
 
 
-def test_archives_without_a_tensor_are_rejected() -> None:
+def test_archives_without_a_tensor_are_rejected():
     with raises("checkpoint.unsafe-pickle", "__builtin__.eval"):
         locate_tensor(archive(_Evil()))
     with raises("checkpoint.corrupt-file", "no tensor"):

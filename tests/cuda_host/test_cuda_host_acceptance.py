@@ -1,14 +1,11 @@
 """The stages of gpu_check reach their end on a CUDA device; their numbers mean nothing."""
 
-from __future__ import annotations
-
 import json
 import os
 import re
 import subprocess
 import sys
 from pathlib import Path
-from typing import Any
 
 import pytest
 from torch.nn.attention import SDPBackend, sdpa_kernel
@@ -21,7 +18,7 @@ ROOT = Path(__file__).parents[2]
 CACHE = "PYTORCH_NO_CUDA_MEMORY_CACHING"
 
 
-def stage(folder: Path, name: str, checks: str = "", **environment: str) -> dict[str, dict[str, Any]]:
+def stage(folder, name, checks="", **environment):
     """Rows of a stage's report."""
     command = [sys.executable, "-m", "megarl.ops.acceptance.stages", name, "--folder", str(folder), "--checks", checks]
     variables = {name: value for name, value in os.environ.items() if name != CACHE} | environment
@@ -34,20 +31,20 @@ def stage(folder: Path, name: str, checks: str = "", **environment: str) -> dict
     return {row["check"]: row for row in report["results"]}
 
 
-def raised(notes: dict[str, str]) -> dict[str, str]:
+def raised(notes):
     return {check: note for check, note in notes.items() if re.match(r"\w*(Error|Exception)\b", note)}
 
 
 @pytest.mark.parametrize(
     ("name", "checks"), [("speed", ""), ("offload", ""), ("profile", "update|log_probs"), ("fp8", "")]
 )
-def test_stage_reaches_its_end(tmp_path: Path, name: str, checks: str) -> None:
+def test_stage_reaches_its_end(tmp_path, name, checks):
     """All but generation, which waits for a kernel to end a sequence."""
     rows = stage(tmp_path, name, checks, **{CACHE: "1"})
     assert rows and raised({check: row["note"] for check, row in rows.items()}) == {}
 
 
-def test_parity_reaches_its_end(tmp_path: Path) -> None:
+def test_parity_reaches_its_end(tmp_path):
     """In this process, where experts get tokens. transformers may choose cuDNN's attention, which has no plans here."""
     bench = Bench(read_report(tmp_path, "parity", "tiny"), tmp_path, "cuda", print)
     with sdpa_kernel([SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]):
@@ -58,7 +55,7 @@ def test_parity_reaches_its_end(tmp_path: Path) -> None:
     assert raised({check: note for check, note in notes.items() if note != of_zeros}) == {}
 
 
-def test_weights_are_synchronized_between_two_processes_by_cuda_ipc(tmp_path: Path) -> None:
+def test_weights_are_synchronized_between_two_processes_by_cuda_ipc(tmp_path):
     """Handles are of torch's cache, whose memory is not zero: values differ where a kernel would have copied."""
     rows = stage(tmp_path, "sync")
     assert (rows["transport"]["outcome"], rows["transport"]["note"]) == ("ok", "cuda_ipc")

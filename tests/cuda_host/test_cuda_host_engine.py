@@ -1,15 +1,11 @@
 """The training engine of every family in both number formats: passes, optimizer, offload, copies of weights."""
 
-from __future__ import annotations
-
 import json
 import sys
 from functools import cache
-from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megarl.megatron import MegatronOptions, OptimizerOptions, OutputOptions, PackedMicroBatch, RecomputeOptions
 from megarl.megatron.engine.offload import PARTS
@@ -24,7 +20,7 @@ ENTROPY = OutputOptions(with_entropy=True, with_sum_pi_squared=True)
 
 
 @cache
-def fields(family: str) -> dict[str, Any]:
+def fields(family):
     """``config.json`` of a small model."""
     import transformers
 
@@ -36,18 +32,18 @@ def fields(family: str) -> dict[str, Any]:
     return json.loads(json.dumps(values, default=str))
 
 
-def micro_batch(*, share_prompts: bool) -> PackedMicroBatch:
+def micro_batch(*, share_prompts):
     rows = [(torch.arange(prompt), torch.arange(response)) for prompt, response in LENGTHS]
     columns = {"weights": torch.ones(sum(response for _, response in LENGTHS))}
     return PackedMicroBatch.from_rows(rows, columns, share_prompts=share_prompts)
 
 
-def loss(outputs: Any, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+def loss(outputs, micro_batch):
     value = -(outputs.log_probs * micro_batch.columns["weights"]).sum() - outputs.entropy.sum()
     return value, {"loss": value}
 
 
-def train(engine: Any, *, share_prompts: bool = False) -> None:
+def train(engine, *, share_prompts=False):
     batch = micro_batch(share_prompts=share_prompts)
     outputs = engine.forward([batch, batch], ENTROPY)
     assert [output.log_probs.shape for output in outputs] == [(219,)] * 2
@@ -58,7 +54,7 @@ def train(engine: Any, *, share_prompts: bool = False) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_engine(family: str, dtype: torch.dtype, chosen_attention: set[str]) -> None:
+def test_engine(family, dtype, chosen_attention):
     options = MegatronOptions(dtype=dtype, optimizer=OptimizerOptions(), offload=PARTS)
     with SingleRankEngine(fields(family), options, CUDA) as engine:
         assert "torch._dynamo" in sys.modules, "imported within a pass"
@@ -88,14 +84,14 @@ def test_engine(family: str, dtype: torch.dtype, chosen_attention: set[str]) -> 
     ],
     ids=["full", "selective", "moe", "overlap", "lora"],
 )
-def test_options(family: str, options: dict[str, Any]) -> None:
+def test_options(family, options):
     with SingleRankEngine(
         fields(family), MegatronOptions(dtype=torch.bfloat16, optimizer=OptimizerOptions(), **options), CUDA
     ) as engine:
         train(engine)
 
 
-def test_value_head() -> None:
+def test_value_head():
     options = MegatronOptions(dtype=torch.bfloat16, optimizer=OptimizerOptions(), value_head=True)
     with SingleRankEngine(fields("qwen2"), options, CUDA) as engine:
         (outputs,) = engine.forward([micro_batch(share_prompts=False)], OutputOptions())

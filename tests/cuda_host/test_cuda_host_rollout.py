@@ -1,7 +1,5 @@
 """The embedded engine of every family in both number formats: prompts, steps, sampling, sleep and wake."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 
@@ -22,7 +20,7 @@ PARAMS = (
 )
 
 
-def generate(engine: EmbeddedEngine) -> None:
+def generate(engine):
     """Run the steps of prompts of different lengths, two with a common beginning; no kernel marks one as finished."""
     prompts = [[1, 2, 3], list(range(40)), [*range(300), 1], [*range(300), 2]]
     pairs = zip(prompts, PARAMS, strict=True)
@@ -35,7 +33,7 @@ def generate(engine: EmbeddedEngine) -> None:
 
 @pytest.mark.parametrize("dtype", DTYPES, ids=lambda dtype: str(dtype).removeprefix("torch."))
 @pytest.mark.parametrize("family", FAMILIES)
-def test_embedded_engine(family: str, dtype: torch.dtype, chosen_attention: set[str]) -> None:
+def test_embedded_engine(family, dtype, chosen_attention):
     options = EngineOptions(str(dtype).removeprefix("torch."), "cuda", max_num_seqs=4, max_model_len=512)
     engine = EmbeddedEngine(parse_model_config(fields(family)), options)
     engine._weights.version = 0  # the weights are zeros, as new memory is

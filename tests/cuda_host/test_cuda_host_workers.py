@@ -1,12 +1,7 @@
 """The roles that train, offloaded between their phases: every verb of a step, with every policy loss."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 from role_processes import ACTOR, CRITIC, log_prob_settings, role_settings, update_plan
@@ -20,19 +15,18 @@ from megarl.models import ParallelLayout
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import WorkerPlace
-from megarl.workers.settings import RoleSettings
 
 OFFLOADED = {"param_offload": True, "grad_offload": True, "optimizer_offload": True}
 
 
-def settings(folder: Path) -> RoleSettings:
+def settings(folder):
     # Some results are not finite, and a step is then skipped.
     on_cpu = role_settings(folder, ParallelLayout(), megatron=OFFLOADED, max_skipped_steps=1000)
     return replace(on_cpu, device="cuda", megatron=replace(on_cpu.megatron, dtype="bfloat16"))
 
 
 @contextmanager
-def started(worker_cls: type, **arguments: Any) -> Iterator[Any]:
+def started(worker_cls, **arguments):
     with held_port("127.0.0.1") as port:
         worker = worker_cls(WorkerPlace(0, 1, "127.0.0.1", port), **arguments)
     try:
@@ -43,14 +37,14 @@ def started(worker_cls: type, **arguments: Any) -> Iterator[Any]:
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+def folders(tmp_path_factory):
     folder = tmp_path_factory.mktemp("models")
     save_model(folder / "policy", num_attention_heads=4, head_dim=8)
     save_model(folder / "critic", critic=True)
     return folder / "policy", folder / "critic"
 
 
-def test_actor(folders: tuple[Path, Path], tmp_path: Path) -> None:
+def test_actor(folders, tmp_path):
     batch = training_batch(None, None)
     actor = started(
         ActorWorker,
@@ -72,7 +66,7 @@ def test_actor(folders: tuple[Path, Path], tmp_path: Path) -> None:
         assert list((tmp_path / "hf").glob("*.safetensors"))
 
 
-def test_critic(folders: tuple[Path, Path]) -> None:
+def test_critic(folders):
     batch = training_batch(None, None)
     with started(CriticWorker, settings=settings(folders[1]), config=CRITIC, plan=update_plan()) as worker:
         values = worker.compute_values(batch).tensors["values"]

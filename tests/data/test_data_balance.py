@@ -12,11 +12,11 @@ from megarl.data.balance import Capacity, local_search, makespan_lower_bound
 QUICK = settings(max_examples=50)
 
 
-def heaviest(costs, parts) -> float:
+def heaviest(costs, parts):
     return max(sum(costs[item] for item in part) for part in parts)
 
 
-def greedy(costs, k, capacity) -> float:
+def greedy(costs, k, capacity):
     """The greedy rule: most expensive first, to the cheapest part with capacity."""
     sums, sizes = [0] * k, [0] * k
     for cost in sorted(costs, reverse=True):
@@ -26,7 +26,7 @@ def greedy(costs, k, capacity) -> float:
     return max(sums)
 
 
-def snake(costs, k) -> float:
+def snake(costs, k):
     """Snake order: most expensive first, to the parts in alternating order."""
     sums = [0] * k
     for place, cost in enumerate(sorted(costs, reverse=True)):
@@ -35,7 +35,7 @@ def snake(costs, k) -> float:
     return max(sums)
 
 
-def optimum(costs, k, equal=False) -> float:
+def optimum(costs, k, equal=False):
     partitions = _all_partitions(costs, k)
     if equal:
         partitions = (parts for parts in partitions if len(set(map(len, parts))) == 1)
@@ -161,7 +161,7 @@ def test_mini_batches_that_do_not_divide_are_rejected(rows, num_mini_batches, dp
         balance_mini_batches([1] * rows, num_mini_batches, dp)
 
 
-def distance(a, b) -> float:
+def distance(a, b):
     """Kolmogorov-Smirnov distance by its definition."""
     return max(abs((a <= point).mean() - (b <= point).mean()) for point in {*a, *b})
 

@@ -23,7 +23,7 @@ from megarl.data.column_store import ragged_columns
 QUICK = settings(max_examples=25)
 
 
-def assert_equal(first: DataProto, second: DataProto) -> None:
+def assert_equal(first, second):
     assert len(first) == len(second)
     assert set(first.batch.keys()) == set(second.batch.keys())
     for name in first.batch.keys():  # noqa: SIM118
@@ -37,11 +37,11 @@ def assert_equal(first: DataProto, second: DataProto) -> None:
     assert first.meta_info == second.meta_info
 
 
-def sent(batch: DataProto) -> DataProto:
+def sent(batch):
     return pickle.loads(pickle.dumps(batch, protocol=5))
 
 
-def batch_of(prompt_lengths, response_lengths, pad=0, spare=0, seed=0) -> DataProto:
+def batch_of(prompt_lengths, response_lengths, pad=0, spare=0, seed=0):
     """Random tokens and log-probs of the given lengths, with ``spare`` additional padding columns."""
     generator = torch.Generator().manual_seed(seed)
     rows = len(prompt_lengths)

@@ -1,9 +1,6 @@
 """User data sets with verl's constructor, and collate functions in verl's form."""
 
-from __future__ import annotations
-
 from collections import defaultdict
-from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -51,7 +48,7 @@ class OlderVersion(LikeVerl):
         return row | {"raw_prompt": np.array(row["raw_prompt"]), "input_ids": torch.zeros(9), "attention_mask": 1}
 
 
-def collate_as_verl(samples: list[dict[str, Any]]) -> dict[str, Any]:
+def collate_as_verl(samples):
     """Stacks tensors, and puts everything else into arrays of objects."""
     columns = defaultdict(list)
     for sample in samples:
@@ -65,7 +62,7 @@ def collate_as_verl(samples: list[dict[str, Any]]) -> dict[str, Any]:
     }
 
 
-def built(kind, path, tokenizer, max_samples=-1, **changes) -> CustomPrompts:
+def built(kind, path, tokenizer, max_samples=-1, **changes):
     options = {
         "reader": PromptReader(),
         "encoder": PromptEncoder(tokenizer),

@@ -10,12 +10,12 @@ from tokenizers import Tokenizer, models
 from tokenizers.processors import TemplateProcessing
 from transformers import PreTrainedTokenizerFast
 
-from megarl.data import DataProto, RLHFDataset, SFTDataset, lengths, sequence_lengths
+from megarl.data import RLHFDataset, SFTDataset, lengths, sequence_lengths
 
 TEMPLATE_TOKENS = 3  # <|user|>, <|end|>, <|assistant|>
 
 
-def texts(batch: DataProto, name: str, lengths, tokenizer, left: bool) -> list[str]:
+def texts(batch, name, lengths, tokenizer, left):
     rows = batch.batch[name].tolist()
     return [
         tokenizer.decode(row[len(row) - n :] if left else row[:n])
@@ -23,7 +23,7 @@ def texts(batch: DataProto, name: str, lengths, tokenizer, left: bool) -> list[s
     ]
 
 
-def collated(dataset) -> DataProto:
+def collated(dataset):
     return dataset.collate([dataset[item] for item in range(len(dataset))])
 
 

@@ -29,7 +29,7 @@ def loader(rows=10, batch_size=3, seed=1, shuffle=True, drop_last=True):
     return StatefulLoader(Numbers(rows), batch_size, collate, seed, shuffle, drop_last)
 
 
-def epoch(from_loader) -> list[list[int]]:
+def epoch(from_loader):
     return [batch.batch["row"].tolist() for batch in from_loader]
 
 

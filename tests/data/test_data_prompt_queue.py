@@ -1,9 +1,5 @@
 """Prompt queue: no row is repeated or lost, also after a restart."""
 
-from __future__ import annotations
-
-from collections.abc import Sequence
-
 import torch
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
@@ -15,20 +11,20 @@ from megarl.data.loader import PromptQueue
 PORTIONS = st.lists(st.integers(1, 11), min_size=1, max_size=8)
 
 
-def loader(seed: int = 5) -> StatefulLoader:
+def loader(seed=5):
     """11 rows in batches of 3 with two dropped: three batches per epoch."""
 
-    def collate(rows: list[int]) -> DataProto:
+    def collate(rows):
         return DataProto.from_dict({"row": torch.tensor(rows)})
 
     return StatefulLoader(list(range(11)), 3, collate, seed=seed)
 
 
-def rows(batch: DataProto) -> list[int]:
+def rows(batch):
     return batch.tensors["row"].tolist()
 
 
-def in_order(count: int) -> list[int]:
+def in_order(count):
     """The first rows of all epochs in the loader's order."""
     source, found = loader(), []
     while len(found) < count:
@@ -39,7 +35,7 @@ def in_order(count: int) -> list[int]:
 @settings(max_examples=30)
 @given(PORTIONS, st.integers(0, 7))
 @example([1, 1, 1, 4, 1], 4)  # the restart is within the last batch of an epoch
-def test_take_returns_rows_in_order_after_a_restart(portions: Sequence[int], stop: int) -> None:
+def test_take_returns_rows_in_order_after_a_restart(portions, stop):
     queue, found = PromptQueue(loader()), []
     for number, count in enumerate(portions):
         if number == stop:
@@ -53,14 +49,14 @@ def test_take_returns_rows_in_order_after_a_restart(portions: Sequence[int], sto
     assert queue.epoch == (sum(portions) - 1) // 9 and len(queue) == 3
 
 
-def test_complete_batches_keep_the_loader_state() -> None:
+def test_complete_batches_keep_the_loader_state():
     queue, source = PromptQueue(loader()), loader()
     for batch, _ in zip(source, range(2), strict=False):
         assert rows(queue.take(3)) == rows(batch)
         assert queue.state_dict() == source.state_dict()
 
 
-def test_state_of_other_data_is_rejected() -> None:
+def test_state_of_other_data_is_rejected():
     queue = PromptQueue(loader())
     queue.take(4)
     with raises("resume.data-changed") as caught:

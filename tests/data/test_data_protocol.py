@@ -13,7 +13,7 @@ from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 QUICK = settings(max_examples=25)
 
 
-def numbered(rows: int, **meta) -> DataProto:
+def numbered(rows, **meta):
     """A batch whose row i holds i in a tensor and in an object column."""
     return DataProto.from_dict(
         {"number": torch.arange(rows), "square": torch.arange(rows)[:, None] ** 2},
@@ -22,7 +22,7 @@ def numbered(rows: int, **meta) -> DataProto:
     )
 
 
-def rows_of(batch: DataProto) -> list[int]:
+def rows_of(batch):
     """The row numbers of a batch made by ``numbered``, after checking that all columns agree."""
     numbers = batch.batch["number"].tolist()
     assert batch.batch["square"].flatten().tolist() == [number**2 for number in numbers]
@@ -229,7 +229,7 @@ def test_concat_rejects_conflicts():
         DataProto.concat([])
 
 
-def answered(prompts, responses, pad=0) -> DataProto:
+def answered(prompts, responses, pad=0):
     tensors = {"prompts": pad_left(prompts, pad), "responses": pad_right(responses, pad)}
     lengths = [list(map(len, prompts)), list(map(len, responses))]
     tensors["attention_mask"] = attention_mask_of(*lengths, tensors["prompts"].shape[1], tensors["responses"].shape[1])

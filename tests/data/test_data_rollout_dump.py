@@ -1,9 +1,6 @@
 """Round trip of a rollout dump."""
 
-from __future__ import annotations
-
 from dataclasses import asdict
-from pathlib import Path
 
 import numpy as np
 import torch
@@ -12,7 +9,7 @@ from megarl.data import DataProto
 from megarl.data.rollout_dump import DumpMetadata, RolloutDump
 
 
-def test_rollout_dump_round_trip(tmp_path: Path) -> None:
+def test_rollout_dump_round_trip(tmp_path):
     batch = DataProto.from_dict(
         {
             "prompts": torch.tensor([[0, 1, 2], [3, 4, 5]]),

@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import itertools
 
 import torch
@@ -20,7 +18,7 @@ COST = SequenceCost(linear=10.0, quadratic=1.0)
 
 
 @st.composite
-def shared_rows(draw: st.DrawFn) -> SharedPromptRows:
+def shared_rows(draw):
     """Rows of up to five prompts in random order."""
     prompts = draw(st.lists(st.integers(1, 9), min_size=1, max_size=5))
     numbers = draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=12))
@@ -28,7 +26,7 @@ def shared_rows(draw: st.DrawFn) -> SharedPromptRows:
     return SharedPromptRows([prompts[number] for number in numbers], responses, numbers)
 
 
-def tokens_of(rows: SharedPromptRows, chosen: list[int]) -> int:
+def tokens_of(rows, chosen):
     """Count tokens one by one: by prompt and position, or by row and position."""
     tokens = set()
     for row in chosen:
@@ -37,7 +35,7 @@ def tokens_of(rows: SharedPromptRows, chosen: list[int]) -> int:
     return len(tokens)
 
 
-def test_rows_are_grouped_by_prompt_tokens() -> None:
+def test_rows_are_grouped_by_prompt_tokens():
     batch = DataProto.from_dict(
         {
             "prompts": torch.tensor([[0, 5, 6], [5, 5, 6], [0, 5, 6], [0, 0, 6]]),  # 0 is padding, but in the last row
@@ -56,7 +54,7 @@ def test_rows_are_grouped_by_prompt_tokens() -> None:
 
 @settings(max_examples=100)
 @given(shared_rows(), st.integers(18, 60))
-def test_micro_batch_units_fit_and_need_no_more_micro_batches(rows: SharedPromptRows, budget: int) -> None:
+def test_micro_batch_units_fit_and_need_no_more_micro_batches(rows, budget):
     chosen = list(range(len(rows.prompt_ids)))
     units = micro_batch_units(rows, chosen, budget)
     assert sorted(itertools.chain(*units)) == chosen
@@ -70,7 +68,7 @@ def test_micro_batch_units_fit_and_need_no_more_micro_batches(rows: SharedPrompt
 
 @settings(max_examples=60)
 @given(shared_rows(), st.integers(1, 20))
-def test_split_units_reaches_the_count(rows: SharedPromptRows, count: int) -> None:
+def test_split_units_reaches_the_count(rows, count):
     chosen = list(range(len(rows.prompt_ids)))
     units = micro_batch_units(rows, chosen, 200)
     parts = split_units(units, count)
@@ -78,14 +76,14 @@ def test_split_units_reaches_the_count(rows: SharedPromptRows, count: int) -> No
     assert len(parts) == max(len(units), min(count, len(chosen)))
 
 
-def test_the_cost_counts_a_shared_prompt_once_and_attention_for_every_row() -> None:
+def test_the_cost_counts_a_shared_prompt_once_and_attention_for_every_row():
     rows = SharedPromptRows([4, 4, 3], [2, 1, 5], [0, 0, 1])
     assert rows.cost([0, 1, 2], COST) == 10 * (4 + 2 + 1 + 3 + 5) + 6**2 + 5**2 + 8**2
 
 
 @settings(max_examples=60)
 @given(shared_rows(), st.integers(1, 3), st.booleans())
-def test_ranks_get_complete_prompt_groups(rows: SharedPromptRows, dp: int, equal: bool) -> None:
+def test_ranks_get_complete_prompt_groups(rows, dp, equal):
     plan = partition_by_prompt(rows, COST, dp, len(rows.prompt_ids), equal=equal)
     sizes = [len(group) for group in rows.by_prompt(range(len(rows.prompt_ids)))]
     if plan is None:

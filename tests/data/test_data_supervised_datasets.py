@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import copy
-from collections.abc import Callable
 from typing import Any
 
 import pytest
@@ -17,15 +16,15 @@ from megarl.data.labelled_responses import mismatch_shift
 QUESTION = [{"role": "user", "content": "a?"}]
 
 
-def answer(text: str) -> dict[str, str]:
+def answer(text):
     return {"role": "assistant", "content": text}
 
 
-def rows(chosen: Any, rejected: Any, **more: Any) -> list[dict[str, Any]]:
+def rows(chosen, rejected, **more):
     return [{"prompt": QUESTION, "chosen": chosen, "rejected": rejected, **more}]
 
 
-def texts(dataset: PairDataset, tokenizer: Any) -> list[str]:
+def texts(dataset, tokenizer):
     sample = dataset[0]
     return [tokenizer.decode(sample[name]) for name in ("chosen", "rejected")]
 
@@ -39,9 +38,7 @@ def texts(dataset: PairDataset, tokenizer: Any) -> list[str]:
     ],
     ids=["texts", "messages", "conversations"],
 )
-def test_pair_sequence_equals_a_rollout(
-    tokenizer: Any, write: Callable[..., str], made: list[dict[str, Any]], options: dict[str, Any]
-) -> None:
+def test_pair_sequence_equals_a_rollout(tokenizer, write, made, options):
     dataset = PairDataset(write(made), tokenizer, 20, **options)
     ends = ("yes<|end|>", "no<|end|>")
     assert [text.replace(" ", "") for text in texts(dataset, tokenizer)] == [
@@ -49,7 +46,7 @@ def test_pair_sequence_equals_a_rollout(
     ]
 
 
-def test_pair_batch_has_complete_sequences_and_margins(tokenizer: Any, write: Callable[..., str]) -> None:
+def test_pair_batch_has_complete_sequences_and_margins(tokenizer, write):
     made = [*rows("yes", "no", gap=0.5), *rows("y", "never", gap=2.0)]
     dataset = PairDataset(write(made), tokenizer, 20, margin_key="gap")
     batch = dataset.collate([dataset[0], dataset[1]])
@@ -62,7 +59,7 @@ def test_pair_batch_has_complete_sequences_and_margins(tokenizer: Any, write: Ca
         assert tensors["rejected"][row][real[row, width:]].tolist() == dataset[row]["rejected"]
 
 
-def test_long_pair_sequence_is_rejected_or_truncated(tokenizer: Any, write: Callable[..., str]) -> None:
+def test_long_pair_sequence_is_rejected_or_truncated(tokenizer, write):
     file = write(rows("yes", "never mind"))
     with raises("data.sequence-too-long", "row 0", "rejected", "5 + 11", "at most 12"):
         PairDataset(file, tokenizer, 12)
@@ -72,9 +69,7 @@ def test_long_pair_sequence_is_rejected_or_truncated(tokenizer: Any, write: Call
 
 
 @pytest.mark.parametrize(("truncation", "boundaries"), [("left", (5, 1)), ("right", (5, 5))])
-def test_prompt_tokens_of_truncated_pairs(
-    truncation: str, boundaries: tuple[int, int], tokenizer: Any, write: Callable[..., str]
-) -> None:
+def test_prompt_tokens_of_truncated_pairs(truncation, boundaries, tokenizer, write):
     file = write(rows("yes", "never mind"))
     dataset = PairDataset(file, tokenizer, 12, truncation=truncation, with_prompt_tokens=True)
     tensors = dataset.collate([dataset[0]]).tensors
@@ -84,9 +79,7 @@ def test_prompt_tokens_of_truncated_pairs(
 
 
 @pytest.mark.parametrize(("limit", "truncation", "lost"), [(11, "left", "prompt"), (5, "right", "response")])
-def test_truncation_must_leave_prompt_and_response(
-    limit: int, truncation: str, lost: str, tokenizer: Any, write: Callable[..., str]
-) -> None:
+def test_truncation_must_leave_prompt_and_response(limit, truncation, lost, tokenizer, write):
     file = write(rows("yes", "never mind"))
     PairDataset(file, tokenizer, limit, truncation=truncation)  # a reward model reads the sequence as a whole
     with raises("data.truncation-leaves-nothing", f"data.truncation={truncation}", f"no {lost}"):
@@ -105,13 +98,13 @@ def test_truncation_must_leave_prompt_and_response(
     ],
 )
 def test_malformed_pair_is_named(
-    tokenizer: Any,
-    write: Callable[..., str],
-    made: list[dict[str, Any]],
-    options: dict[str, Any],
-    code: str,
-    value: str,
-) -> None:
+    tokenizer,
+    write,
+    made,
+    options,
+    code,
+    value,
+):
     with raises(code, value):
         PairDataset(write(made), tokenizer, 20, **options)
 
@@ -128,14 +121,14 @@ LONG = "0123456789" * 30_000
     ],
 )
 def test_megabytes_are_cut_as_if_they_were_tokenized(
-    truncation: str,
-    prompt: str,
-    response: str,
-    kept: tuple[str, str],
-    tokenizer: Any,
-    write: Callable[..., str],
-    tokenized: list[int],
-) -> None:
+    truncation,
+    prompt,
+    response,
+    kept,
+    tokenizer,
+    write,
+    tokenized,
+):
     row = {"prompt": prompt, "response": response, "chosen": response, "rejected": "no", "good": True}
     file, options = write([row]), {"truncation": truncation}
     sample = SFTDataset(file, tokenizer, 10, **options)[0]
@@ -151,9 +144,7 @@ def test_megabytes_are_cut_as_if_they_were_tokenized(
 
 
 @pytest.mark.parametrize("truncation", ["error", "left", "right"])
-def test_megabytes_that_cannot_be_cut_are_refused_without_tokenization(
-    truncation: str, tokenizer: Any, write: Callable[..., str], tokenized: list[int]
-) -> None:
+def test_megabytes_that_cannot_be_cut_are_refused_without_tokenization(truncation, tokenizer, write, tokenized):
     row = {"prompt": LONG, "response": LONG, "chosen": LONG, "rejected": "no"}
     file = write([row])
     code = "data.sequence-too-long" if truncation == "error" else "data.truncation-leaves-nothing"
@@ -176,7 +167,7 @@ TALK = [
 ]
 
 
-def test_conversation_trains_on_every_assistant_message(tokenizer: Any, write: Callable[..., str]) -> None:
+def test_conversation_trains_on_every_assistant_message(tokenizer, write):
     dataset = SFTDataset(write([{"messages": TALK}]), tokenizer, 30, messages_key="messages")
     row = dataset[0]
     assert tokenizer.decode(row["prompt_ids"]) == "<|system|>S<|end|><|user|>a<|end|><|assistant|>"
@@ -188,7 +179,7 @@ def test_conversation_trains_on_every_assistant_message(tokenizer: Any, write: C
     assert row["prompt_ids"] + row["response_ids"] == list(whole)
 
 
-def test_conversation_equals_prompt_and_response(tokenizer: Any, write: Callable[..., str]) -> None:
+def test_conversation_equals_prompt_and_response(tokenizer, write):
     pair = {"prompt": TALK[:2], "response": "bc", "messages": TALK[:3]}
     files = write([pair])
     assert SFTDataset(files, tokenizer, 30)[0] == SFTDataset(files, tokenizer, 30, messages_key="messages")[0]
@@ -203,14 +194,12 @@ def test_conversation_equals_prompt_and_response(tokenizer: Any, write: Callable
         ([*TALK, {"role": "assistant", "content": "e" * 20}], "data.sequence-too-long", "30"),
     ],
 )
-def test_malformed_conversation_is_named(
-    tokenizer: Any, write: Callable[..., str], messages: Any, code: str, value: object
-) -> None:
+def test_malformed_conversation_is_named(tokenizer, write, messages, code, value):
     with raises(code, "row 0", value):
         SFTDataset(write([{"messages": messages}]), tokenizer, 30, messages_key="messages")
 
 
-def test_a_message_may_begin_with_a_line_break(write: Callable[..., str]) -> None:
+def test_a_message_may_begin_with_a_line_break(write):
     """A merge of two line breaks would extend over the generation prompt, after which the policy writes only one."""
     core = Tokenizer(models.BPE({text: n for n, text in enumerate(["\n", "\n\n", *"aeu:"])}, [("\n", "\n")]))
     merging = PreTrainedTokenizerFast(tokenizer_object=core, eos_token="e")
@@ -226,7 +215,7 @@ def test_a_message_may_begin_with_a_line_break(write: Callable[..., str]) -> Non
     assert row["response_mask"] == [1] * 3 + [0] * 8 + [1] * 3
 
 
-def test_template_that_changes_earlier_turns_is_an_error(tokenizer: Any, write: Callable[..., str]) -> None:
+def test_template_that_changes_earlier_turns_is_an_error(tokenizer, write):
     forgetful = copy.deepcopy(tokenizer)
     forgetful.chat_template = (
         "{% for m in messages %}<|{{ m['role'] }}|>{{ m['content'] if loop.last or m['role'] == 'user' else '' }}"
@@ -236,12 +225,12 @@ def test_template_that_changes_earlier_turns_is_an_error(tokenizer: Any, write: 
         SFTDataset(write([{"messages": TALK[1:]}]), forgetful, 30, messages_key="messages")
 
 
-def labelled(*rows: tuple[str, str, Any]) -> list[dict[str, Any]]:
+def labelled(*rows):
     made = [([{"role": "user", "content": prompt}], response, label) for prompt, response, label in rows]
     return [{"prompt": prompt, "response": response, "label": label} for prompt, response, label in made]
 
 
-def parts(tensors: Any, name: str, row: int) -> tuple[list[int], list[int]]:
+def parts(tensors, name, row):
     """Prompt and response of a sequence of a batch, without padding."""
     width = tensors["kto_sequence"].shape[1]
     real = tensors["attention_mask"][row].bool()
@@ -251,9 +240,7 @@ def parts(tensors: Any, name: str, row: int) -> tuple[list[int], list[int]]:
 
 
 @pytest.mark.parametrize(("good", "bad"), [(True, False), (1, 0), (1.0, 0.0)])
-def test_labelled_responses_and_their_mismatched_sequences(
-    good: Any, bad: Any, tokenizer: Any, write: Callable[..., str]
-) -> None:
+def test_labelled_responses_and_their_mismatched_sequences(good, bad, tokenizer, write):
     file = write(labelled(("a?", "yes", good), ("b?", "no", bad), ("never?", "mind", good)))
     dataset = LabelledResponses(file, tokenizer, 30, label_key="label", answer_keys=("response",))
     batch = dataset.collate([dataset[row] for row in range(len(dataset))])
@@ -266,7 +253,7 @@ def test_labelled_responses_and_their_mismatched_sequences(
     assert mismatched == [(own[row][0], own[row - 1][1]) for row in range(3)]
 
 
-def test_a_pair_gives_a_desirable_and_an_undesirable_response(tokenizer: Any, write: Callable[..., str]) -> None:
+def test_a_pair_gives_a_desirable_and_an_undesirable_response(tokenizer, write):
     """The mismatched response of a row is never the other response of its pair."""
     pairs = [{**rows("y", "never")[0], "prompt": [{"role": "user", "content": text}]} for text in ("a?", "b?", "c?")]
     file = write(pairs)
@@ -285,9 +272,7 @@ def test_a_pair_gives_a_desirable_and_an_undesirable_response(tokenizer: Any, wr
 
 
 @pytest.mark.parametrize(("truncation", "kept"), [("left", (1, 11)), ("right", (5, 7))])
-def test_mismatched_sequences_are_truncated(
-    truncation: str, kept: tuple[int, int], tokenizer: Any, write: Callable[..., str]
-) -> None:
+def test_mismatched_sequences_are_truncated(truncation, kept, tokenizer, write):
     """The second prompt with the first response has 5 + 11 tokens."""
     file = write(labelled(("a?", "never mind", True), ("b?", "yes", False)))
     options = {"label_key": "label", "answer_keys": ("response",), "truncation": truncation}
@@ -303,7 +288,7 @@ def test_mismatched_sequences_are_truncated(
 
 
 @pytest.mark.parametrize("label", ["yes", 2, None, -1.0])
-def test_labels_are_true_or_false(label: Any, tokenizer: Any, write: Callable[..., str]) -> None:
+def test_labels_are_true_or_false(label, tokenizer, write):
     code = "data.null-value" if label is None else "data.label-value"
     with raises(code, "column 'label'", "row 0"):
         LabelledResponses(
@@ -311,7 +296,7 @@ def test_labels_are_true_or_false(label: Any, tokenizer: Any, write: Callable[..
         )
 
 
-def test_mismatch_shift_avoids_the_own_prompt() -> None:
+def test_mismatch_shift_avoids_the_own_prompt():
     first, second, third = [1], [2], [3, 4]
     assert mismatch_shift([first]) == 0 and mismatch_shift([first, first]) == 1
     assert mismatch_shift([first, second, third]) == 1
@@ -320,15 +305,13 @@ def test_mismatch_shift_avoids_the_own_prompt() -> None:
 
 
 @pytest.mark.parametrize("column", ["prompt", "response", "chosen", "rejected", "messages"])
-def test_a_token_that_the_model_lacks_is_named_at_the_start(
-    tokenizer: Any, write: Callable[..., str], column: str
-) -> None:
+def test_a_token_that_the_model_lacks_is_named_at_the_start(tokenizer, write, column):
     size = tokenizer.convert_tokens_to_ids("Z")
     question = [{"role": "user", "content": "e"}]
     row = {"prompt": question, "response": "a", "chosen": "b", "rejected": "c", "messages": [*question, answer("d")]}
     made: list[Any] = [row, copy.deepcopy(row)]
 
-    def build(options: dict[str, Any]) -> None:
+    def build(options):
         kind = PairDataset if column in ("chosen", "rejected") else SFTDataset
         kind(write(made), tokenizer, 20, **options)
 
@@ -340,7 +323,7 @@ def test_a_token_that_the_model_lacks_is_named_at_the_start(
         build({**options, "vocab_size": size})
 
 
-def test_the_end_of_a_response_is_the_one_that_was_trained(tokenizer: Any, write: Callable[..., str]) -> None:
+def test_the_end_of_a_response_is_the_one_that_was_trained(tokenizer, write):
     messages = [*QUESTION, answer("d")]
     file = write([{"prompt": QUESTION, "response": "a", "chosen": "b", "rejected": "c", "messages": messages}])
     other = copy.deepcopy(tokenizer)

@@ -1,7 +1,5 @@
 """Bounds of the tokens of a text, and texts without their middle, with tokenizers of every kind."""
 
-from __future__ import annotations
-
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ WORDS = sorted({word for text in CORPUS for word in text.split()})
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=30, deadline=None)
 @given(st.lists(st.sampled_from([*WORDS, "unknown", "ß", "\n"]), min_size=600, max_size=900), st.integers(1, 9))
-def test_both_ends_of_a_cut_text_have_the_tokens_of_the_whole(name: str, words: list[str], limit: int) -> None:
+def test_both_ends_of_a_cut_text_have_the_tokens_of_the_whole(name, words, limit):
     tokenizer, text = TOKENIZERS[name], " ".join(words)
     short = cut_middle(tokenizer, text, measured_tokens(limit))
     ids, cut = tokenizer([text, short], add_special_tokens=False)["input_ids"]
@@ -26,7 +24,7 @@ def test_both_ends_of_a_cut_text_have_the_tokens_of_the_whole(name: str, words: 
     assert fewest_tokens(tokenizer, [{"content": text}, ("", 1)]) <= len(ids)
 
 
-def test_a_text_that_may_have_few_tokens_stays() -> None:
+def test_a_text_that_may_have_few_tokens_stays():
     tokenizer = TOKENIZERS["byte-level"]
     text = "x" * (32 * longest_token(tokenizer))
     assert measured_tokens(5) == measured_tokens(8) == 32

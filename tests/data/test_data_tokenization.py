@@ -1,7 +1,5 @@
 """Characters per token, with tokenizers of every kind in transformers."""
 
-from __future__ import annotations
-
 import random
 from itertools import accumulate
 
@@ -22,7 +20,7 @@ CORPUS = [
 ] * 3
 
 
-def byte_level() -> PreTrainedTokenizerFast:
+def byte_level():
     tokenizer = Tokenizer(models.BPE())
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False)
     tokenizer.decoder = decoders.ByteLevel()
@@ -33,7 +31,7 @@ def byte_level() -> PreTrainedTokenizerFast:
     return made
 
 
-def sentencepiece() -> PreTrainedTokenizerFast:
+def sentencepiece():
     """As in Llama 2's ``tokenizer.json``: a byte outside the vocabulary is a separate token."""
     letters = ["▁", *"abcdefghijklmnopqrstuvwxyz0123456789", "▁t", "he", "▁the"]
     vocabulary = {f"<0x{byte:02X}>": byte for byte in range(256)} | {t: 256 + n for n, t in enumerate(letters)}
@@ -46,7 +44,7 @@ def sentencepiece() -> PreTrainedTokenizerFast:
     return PreTrainedTokenizerFast(tokenizer_object=tokenizer, eos_token="<eos>", clean_up_tokenization_spaces=False)
 
 
-def words() -> PreTrainedTokenizerFast:
+def words():
     tokenizer = Tokenizer(models.WordPiece(unk_token="[UNK]"))
     tokenizer.pre_tokenizer = pre_tokenizers.Whitespace()
     tokenizer.decoder = decoders.WordPiece()
@@ -61,7 +59,7 @@ TOKENIZERS = {"byte-level": byte_level(), "sentencepiece": sentencepiece(), "wor
 @pytest.mark.parametrize("name", TOKENIZERS)
 @settings(max_examples=60)
 @given(numbers=st.lists(st.integers(0, 319), max_size=30))
-def test_characters_of_random_tokens_add_up_to_the_text(name: str, numbers: list[int]) -> None:
+def test_characters_of_random_tokens_add_up_to_the_text(name, numbers):
     """Random ids, as from an untrained model: incomplete bytes and special tokens."""
     tokenizer = TOKENIZERS[name]
     ids = [number % len(tokenizer) for number in numbers]
@@ -71,7 +69,7 @@ def test_characters_of_random_tokens_add_up_to_the_text(name: str, numbers: list
 
 
 @pytest.mark.parametrize("name", ["byte-level", "sentencepiece"])
-def test_every_token_gets_its_characters(name: str) -> None:
+def test_every_token_gets_its_characters(name):
     tokenizer = TOKENIZERS[name]
     text = "the cat sat on 123 mats 🙂é"
     ids = tokenizer(text).input_ids
@@ -87,7 +85,7 @@ def test_every_token_gets_its_characters(name: str) -> None:
             assert text[: ends[number - 1]] == prefix
 
 
-def test_special_and_added_tokens() -> None:
+def test_special_and_added_tokens():
     tokenizer = TOKENIZERS["byte-level"]
     eos, think = tokenizer.convert_tokens_to_ids(["<eos>", "<think>"])
     (cat,) = {*tokenizer(" cat").input_ids[-1:]}
@@ -95,7 +93,7 @@ def test_special_and_added_tokens() -> None:
     assert characters_per_token([], tokenizer) == []
 
 
-def test_tokenizer_with_cleanup_is_decoded_by_prefixes(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tokenizer_with_cleanup_is_decoded_by_prefixes(monkeypatch):
     tokenizer = TOKENIZERS["words"]
     ids = tokenizer("the cat sat on the mat").input_ids
     counts = characters_per_token(ids, tokenizer)

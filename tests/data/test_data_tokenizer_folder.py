@@ -3,12 +3,9 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
-from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import DataError, ModelError
 from megarl.data.tokenization import Prompt, PromptEncoder
@@ -20,12 +17,12 @@ DEEP = ("[" * 100_000 + "]" * 100_000, '{"a":' * 100_000 + "1" + "}" * 100_000)
 
 
 @pytest.fixture
-def folder(tokenizer: PreTrainedTokenizerBase, tmp_path: Path) -> Path:
+def folder(tokenizer, tmp_path):
     tokenizer.save_pretrained(tmp_path)
     return tmp_path
 
 
-def variants(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
+def variants(document):
     """The document without each field, and with each value in its place; also one level below."""
     for name, value in document.items():
         yield f"{name} is missing", {key: kept for key, kept in document.items() if key != name}
@@ -40,7 +37,7 @@ def variants(document: dict[str, Any]) -> Iterator[tuple[str, dict[str, Any]]]:
 
 
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_with_any_value_in_a_field(folder: Path, name: str) -> None:
+def test_a_file_with_any_value_in_a_field(folder, name):
     original, results = json.loads((folder / name).read_text(encoding="utf-8")), []
     prompt = Prompt([{"role": "user", "content": "ab"}])
     for change, changed in variants(original):
@@ -57,14 +54,14 @@ def test_a_file_with_any_value_in_a_field(folder: Path, name: str) -> None:
 
 @pytest.mark.parametrize("text", [*DEEP, "", "{}", "[]", "5", "null", "{", "\x00"])
 @pytest.mark.parametrize("name", FILES)
-def test_a_file_with_any_json_is_refused_with_its_folder(folder: Path, name: str, text: str) -> None:
+def test_a_file_with_any_json_is_refused_with_its_folder(folder, name, text):
     (folder / name).write_text(text, encoding="utf-8")
     with pytest.raises(ModelError) as caught:
         load_tokenizer(str(folder))
     assert caught.value.code.startswith("tokenizer.") and str(folder) in caught.value.text
 
 
-def test_end_token_of_a_folder(folder: Path, tmp_path: Path) -> None:
+def test_end_token_of_a_folder(folder, tmp_path):
     assert end_token_of(folder) == open_tokenizer(folder).convert_tokens_to_ids("<|end|>") == 2
     for name in FILES:
         (folder / name).unlink()

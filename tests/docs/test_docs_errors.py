@@ -1,7 +1,5 @@
 """Every error of the package has a code, and docs/reference/errors.md lists all codes."""
 
-from __future__ import annotations
-
 import ast
 from pathlib import Path
 
@@ -11,7 +9,7 @@ from support.doc_pages import ROOT
 PACKAGE = ROOT / "megarl"
 
 
-def classes_of_errors() -> dict[str, ast.ClassDef]:
+def classes_of_errors():
     """Subclasses of MegarlError, by name."""
     classes = {
         node.name: node
@@ -31,11 +29,11 @@ def classes_of_errors() -> dict[str, ast.ClassDef]:
         result |= found
 
 
-def has_own_constructor(node: ast.ClassDef) -> bool:
+def has_own_constructor(node):
     return any(isinstance(member, ast.FunctionDef) and member.name == "__init__" for member in node.body)
 
 
-def test_every_error_has_a_code() -> None:
+def test_every_error_has_a_code():
     errors = classes_of_errors()
     assert {"ConfigError", "DataError", "ModelError", "CheckpointError", "WeightSyncError"} <= errors.keys()
     fixed = {name for name, node in errors.items() if has_own_constructor(node)} - {"MegarlError"}
@@ -51,6 +49,6 @@ def test_every_error_has_a_code() -> None:
     assert not wrong, "\n".join(wrong)
 
 
-def test_the_page_is_current() -> None:
+def test_the_page_is_current():
     page = Path(ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
     assert page == list_errors.page(), "python tools/list_errors.py > docs/reference/errors.md"

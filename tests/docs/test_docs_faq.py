@@ -1,7 +1,5 @@
 """Every code that docs/reference/faq.md explains is a code of the package."""
 
-from __future__ import annotations
-
 import re
 
 from support.doc_pages import ROOT
@@ -9,7 +7,7 @@ from support.doc_pages import ROOT
 CODES = re.findall(r"^### `(.+)`$", (ROOT / "docs" / "reference" / "faq.md").read_text(encoding="utf-8"), re.MULTILINE)
 
 
-def test_explained_codes_exist() -> None:
+def test_explained_codes_exist():
     listed = set(
         re.findall(
             r"^\| `(.+?)` \|", (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8"), re.MULTILINE

@@ -1,7 +1,5 @@
 """docs/tutorials/from_trl.md lists every field of TRL's configurations, and names existing keys only."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import re
@@ -16,7 +14,7 @@ PAGE = (ROOT / "docs" / "tutorials" / "from_trl.md").read_text(encoding="utf-8")
 FIELDS = json.loads((ROOT / "tests" / "docs" / "trl_fields.json").read_text(encoding="utf-8"))
 
 
-def rows(title: str) -> list[tuple[set[str], str]]:
+def rows(title):
     """Field names (first cell) and text (second cell) of the table under a heading."""
     section = PAGE.partition(f"\n## {title}\n")[2].partition("\n## ")[0]
     cells = re.findall(r"^\| (.+?) \| (.+) \|$", section, re.MULTILINE)
@@ -24,12 +22,12 @@ def rows(title: str) -> list[tuple[set[str], str]]:
 
 
 @pytest.mark.parametrize("name", ["GRPOConfig", "RLOOConfig", "PPOConfig"])
-def test_every_field_is_listed_once(name: str) -> None:
+def test_every_field_is_listed_once(name):
     listed = [field for fields, _ in rows(name) for field in fields]
     assert sorted(listed) == sorted(FIELDS[name])
 
 
-def test_training_arguments_are_fields_of_transformers() -> None:
+def test_training_arguments_are_fields_of_transformers():
     from transformers import TrainingArguments  # imports peft, which takes seconds
 
     fields = {field.name for field in dataclasses.fields(TrainingArguments)}
@@ -37,7 +35,7 @@ def test_training_arguments_are_fields_of_transformers() -> None:
     assert listed - fields <= {"run_name", "warmup_ratio"}  # not in every version of transformers
 
 
-def test_named_keys_exist() -> None:
+def test_named_keys_exist():
     keys = {path for path, _ in walk(TrainConfig)}
     sections = "data|actor_rollout_ref|critic|algorithm|reward|trainer"
     named = re.findall(rf"`((?:{sections})\.[\w.]+)(?:=[^`]*)?`", PAGE)

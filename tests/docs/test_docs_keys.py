@@ -5,13 +5,11 @@ from __future__ import annotations
 import contextlib
 import io
 import re
-from collections.abc import Iterator
 from functools import cache
-from pathlib import Path
 
 import pytest
 import yaml
-from support.doc_pages import ROOT, Block, blocks, pages, shell_blocks
+from support.doc_pages import ROOT, blocks, pages, shell_blocks
 
 from megarl.cli import COMMANDS, JOBS, main
 from megarl.config.keys import leaves, walk
@@ -39,7 +37,7 @@ _STRING = re.compile(r"[\"']([a-z_]+(?:\.\w+)+)[\"']")
 
 
 @cache
-def known_keys() -> tuple[list[list[str]], list[list[str]]]:
+def known_keys():
     """Paths of all keys and sections, and paths of mappings with free keys, as parts; ``*`` is a free name."""
     paths: set[str] = set()
     free: set[str] = set()
@@ -54,13 +52,13 @@ def known_keys() -> tuple[list[list[str]], list[list[str]]]:
     return [path.split(".") for path in paths], [path.split(".") for path in free]
 
 
-def matches(path: list[str], name: list[str]) -> bool:
+def matches(path, name):
     """Whether a path ends in the parts of a name."""
     pairs = zip(path[-len(name) :], name, strict=False)
     return len(path) >= len(name) and all("*" in (a, b) or b.startswith("<") or a == b for a, b in pairs)
 
 
-def is_key(name: str) -> bool:
+def is_key(name):
     """Whether a name is a key of a job or of verl, or the end of one."""
     parts = name.split(".")
     paths, free = known_keys()
@@ -72,7 +70,7 @@ def is_key(name: str) -> bool:
     return any(rule is not None and not isinstance(rule, Refused) for rule in rules)
 
 
-def in_spans(text: str) -> Iterator[str]:
+def in_spans(text):
     """Keys in code spans: dotted names that begin with a section."""
     sections = {part for path in known_keys()[0] for part in path[:-1]} | {"<role>"}
     for span in _SPAN.findall(re.sub(r"^ *```.*?^ *```", "", text, flags=re.M | re.S)):
@@ -82,7 +80,7 @@ def in_spans(text: str) -> Iterator[str]:
                 yield from (name for name in expanded(found[1]) if not is_other(name))
 
 
-def in_block(block: Block) -> Iterator[str]:
+def in_block(block):
     """Keys in a code block: overrides, quoted keys of Python, and YAML below a top section."""
     tops = {path[0] for path in known_keys()[0]}
     if block.language == "yaml":
@@ -93,20 +91,20 @@ def in_block(block: Block) -> Iterator[str]:
     yield from (name for name in names if name.partition(".")[0] in tops and not is_other(name))
 
 
-def is_other(name: str) -> bool:
+def is_other(name):
     """Whether a dotted name is a file, a module, an error code, or a key of another program."""
     return name.startswith(OTHERS) or bool(FILES.search(name)) or name in (codes() | MAIN_GENERATION)
 
 
 @cache
-def codes() -> frozenset[str]:
+def codes():
     """Error codes, some of which look like keys."""
     listed = (ROOT / "docs" / "reference" / "errors.md").read_text(encoding="utf-8")
     return frozenset(re.findall(r"^\| `(.+?)` \|", listed, re.M))
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_keys_exist(page: Path) -> None:
+def test_named_keys_exist(page):
     if page.name in GENERATED or page.name == "CHANGELOG.md":
         return
     found = [*in_spans(page.read_text(encoding="utf-8"))]
@@ -114,14 +112,14 @@ def test_named_keys_exist(page: Path) -> None:
     assert sorted({name for name in found if not is_key(name)}) == []
 
 
-def test_wrong_keys_are_found() -> None:
+def test_wrong_keys_are_found():
     assert is_key("actor_rollout_ref.rollout.n") and is_key("rollout.n") and not is_key("rollout.samples")
     assert is_key("distillation.teacher_models.math.key") and not is_key("distillation.teacher_models.math.keys")
     assert is_key("server_args.anything") and is_key("<role>.megatron.param_offload")
     assert list(in_spans("`data.{a,b}=1` `data.py` `torch.nn` word `trainer.x`")) == ["data.a", "data.b", "trainer.x"]
 
 
-def commands() -> Iterator[tuple[str, list[str]]]:
+def commands():
     """Block and words of each ``megarl`` command in the pages' shell blocks."""
     for block in shell_blocks():
         for line in block.code.replace("\\\n", " ").splitlines():
@@ -133,14 +131,14 @@ def commands() -> Iterator[tuple[str, list[str]]]:
 
 
 @cache
-def flags_of(words: tuple[str, ...]) -> frozenset[str]:
+def flags_of(words):
     """Flags in the help of a command."""
     with contextlib.redirect_stdout(io.StringIO()) as output, contextlib.suppress(SystemExit):
         main([*words, "--help"])
     return frozenset(re.findall(r"(?<![\w-])--?[a-zA-Z][\w-]*", output.getvalue()))
 
 
-def test_commands_and_flags_exist() -> None:
+def test_commands_and_flags_exist():
     wrong = []
     for name, words in commands():
         command = words[0] if words else "--help"

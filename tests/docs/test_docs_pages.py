@@ -1,8 +1,5 @@
 """All pages: links, marks of command blocks, and the navigation of the site."""
 
-from __future__ import annotations
-
-from pathlib import Path
 from urllib.parse import urlsplit
 
 import pytest
@@ -16,7 +13,6 @@ from support.doc_pages import (
     ONE_STEP,
     QUICKSTART,
     ROOT,
-    Block,
     anchors,
     blocks,
     links,
@@ -29,7 +25,7 @@ SITE = yaml.safe_load((ROOT / "mkdocs.yml").read_text(encoding="utf-8"))
 
 
 @pytest.mark.parametrize("page", pages(), ids=IDS)
-def test_links_resolve(page: Path) -> None:
+def test_links_resolve(page):
     for link in links(page):
         parts = urlsplit(link)
         if parts.scheme:
@@ -43,12 +39,12 @@ def test_links_resolve(page: Path) -> None:
 
 
 @pytest.mark.parametrize("page", sorted((ROOT / "docs").rglob("*.md")), ids=lambda page: page.name)
-def test_links_of_docs_stay_in_docs(page: Path) -> None:
+def test_links_of_docs_stay_in_docs(page):
     local = [link for link in links(page) if not urlsplit(link).scheme and urlsplit(link).path]
     assert all((page.parent / urlsplit(link).path).resolve().is_relative_to(ROOT / "docs") for link in local)
 
 
-def test_command_blocks_have_marks() -> None:
+def test_command_blocks_have_marks():
     marks = (QUICKSTART, ALONE, AFTER_QUICKSTART, ONE_STEP)
     wrong = [
         f"{block.name}: {block.mark!r}"
@@ -59,21 +55,21 @@ def test_command_blocks_have_marks() -> None:
     assert not wrong, f"command blocks without a mark above them; expected one of {expected}: {wrong}"
 
 
-def test_code_blocks_name_their_language() -> None:
+def test_code_blocks_name_their_language():
     unknown = [
         f"{block.name}: {block.language!r}" for page in pages() for block in blocks(page) if not _is_language(block)
     ]
     assert not unknown, f"code blocks without a language that the site can color: {unknown}"
 
 
-def _is_language(block: Block) -> bool:
+def _is_language(block):
     try:
         return bool(block.language) and get_lexer_by_name(block.language) is not None
     except ClassNotFound:
         return False
 
 
-def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
+def test_every_page_is_in_the_navigation_and_in_the_index():
     files = {str(page.relative_to(ROOT / "docs")) for page in (ROOT / "docs").rglob("*.md")}
     named = _files(SITE["nav"])
     assert sorted(named) == sorted(files)
@@ -81,7 +77,7 @@ def test_every_page_is_in_the_navigation_and_in_the_index() -> None:
     assert files - listed == {"index.md"}, "the table of docs/index.md"
 
 
-def _files(nav: object) -> list[str]:
+def _files(nav):
     if isinstance(nav, str):
         return [nav]
     values = nav if isinstance(nav, list) else list(nav.values()) if isinstance(nav, dict) else []

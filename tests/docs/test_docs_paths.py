@@ -1,13 +1,9 @@
 """Files that the pages name: they exist, and a breakpoint is a function."""
 
-from __future__ import annotations
-
 import importlib
 import inspect
 import itertools
 import re
-from collections.abc import Iterator
-from pathlib import Path
 
 import pytest
 from support.doc_pages import ROOT, pages
@@ -19,19 +15,19 @@ OTHERS = ("examples/grpo_trainer/", "rewards/mine.py")
 """Files of other projects and of users."""
 
 
-def expanded(path: str) -> Iterator[str]:
+def expanded(path):
     """Expand braces as a shell does: ``a/{b,c}.py`` is ``a/b.py`` and ``a/c.py``."""
     parts = [part[1:-1].split(",") if part.startswith("{") else [part] for part in re.split(r"(\{[^}]*\})", path)]
     yield from map("".join, itertools.product(*parts))
 
 
-def exists(path: str) -> bool:
+def exists(path):
     first = path.partition("/")[0]
     return (ROOT / path).exists() if first in FOLDERS else (ROOT / "megarl" / path).exists()
 
 
 @pytest.mark.parametrize("page", pages(), ids=lambda page: str(page.relative_to(ROOT)))
-def test_named_files_exist(page: Path) -> None:
+def test_named_files_exist(page):
     rooms = {*FOLDERS, *(folder.name for folder in (ROOT / "megarl").iterdir())}
     named = [
         path
@@ -42,12 +38,12 @@ def test_named_files_exist(page: Path) -> None:
     assert [path for path in named if not exists(path)] == []
 
 
-def test_expansion_of_braces() -> None:
+def test_expansion_of_braces():
     assert list(expanded("a/{b,c}.py")) == ["a/b.py", "a/c.py"] and list(expanded("a/b.py")) == ["a/b.py"]
     assert exists("data/protocol.py") and not exists("data/utils.py") and not exists("examples/loss.py")
 
 
-def test_breakpoints_are_functions() -> None:
+def test_breakpoints_are_functions():
     found = [match for page in pages() for match in _BREAKPOINT.findall(page.read_text(encoding="utf-8"))]
     assert len(found) == 2
     for module, name, owner, function in found:

@@ -1,12 +1,9 @@
 """The documentation site that zensical builds."""
 
-from __future__ import annotations
-
 import re
 import shutil
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from support.doc_pages import ROOT
@@ -24,7 +21,7 @@ API = {
 
 
 @pytest.fixture(scope="module")
-def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def site(tmp_path_factory):
     """The built site; warnings (dead links and anchors, unknown objects of the API pages) are errors."""
     folder = tmp_path_factory.mktemp("site")
     shutil.copytree(ROOT / "docs", folder / "docs")
@@ -37,14 +34,14 @@ def site(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return folder / "site"
 
 
-def test_every_page_is_built(site: Path) -> None:
+def test_every_page_is_built(site):
     for page in (ROOT / "docs").rglob("*.md"):
         html = (site / page.relative_to(ROOT / "docs").with_suffix(".html")).read_text(encoding="utf-8")
         title = re.search(r"^# (.+)$", page.read_text(encoding="utf-8"), re.MULTILINE)
         assert title and re.sub(r"[`*]", "", title[1]) in re.sub(r"<[^>]+>", "", html), page.name
 
 
-def test_site_loads_nothing_from_the_network(site: Path) -> None:
+def test_site_loads_nothing_from_the_network(site):
     loaded = re.compile(r"<(?:script|link|img|iframe)\b[^>]*?(?:src|href)=\"?(https?:[^\s\">]+)")
     pages = list(site.rglob("*.html"))
     assert pages
@@ -53,7 +50,7 @@ def test_site_loads_nothing_from_the_network(site: Path) -> None:
         assert not external, f"{page.name} loads {external}"
 
 
-def test_api_pages_have_the_docstrings(site: Path) -> None:
+def test_api_pages_have_the_docstrings(site):
     for name, words in API.items():
         html = (site / "reference" / name).read_text(encoding="utf-8")
         assert f'id="{words[0]}"' in html and all(word in html for word in words[1:]), name

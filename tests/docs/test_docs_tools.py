@@ -1,11 +1,8 @@
 """The tools in docs/how_to/debugging.md."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 from safetensors import safe_open
@@ -14,19 +11,19 @@ from support.doc_pages import ROOT
 from megarl.models import ParallelLayout, WeightMap, check_layout, read_model_config
 
 
-def run_tool(name: str, *arguments: str) -> subprocess.CompletedProcess[str]:
+def run_tool(name, *arguments):
     command = [sys.executable, str(ROOT / "tools" / f"{name}.py"), *arguments]
     return subprocess.run(command, capture_output=True, text=True)
 
 
-def write_run(folder: Path, rows: list[dict[str, float]]) -> Path:
+def write_run(folder, rows):
     run = folder / "2026-01-01_00-00-00"
     run.mkdir(parents=True)
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, rows)) + "\n", encoding="utf-8")
     return folder
 
 
-def test_compare_runs_ignores_timings(tmp_path: Path) -> None:
+def test_compare_runs_ignores_timings(tmp_path):
     first = write_run(
         tmp_path / "one", [{"step": 1, "actor/grad_norm": 200.0, "timing_s/gen": 1.0}, {"step": 2, "x": 1.0}]
     )
@@ -37,7 +34,7 @@ def test_compare_runs_ignores_timings(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("value", [200.1, float("nan"), None])
-def test_compare_runs_names_differing_metrics(tmp_path: Path, value: float | None) -> None:
+def test_compare_runs_names_differing_metrics(tmp_path, value):
     row = {"step": 1, "actor/grad_norm": value, "actor/lr": 1e-6}
     first = write_run(tmp_path / "one", [{"step": 1, "actor/grad_norm": 200.0, "actor/lr": 1e-6}])
     second = write_run(tmp_path / "other", [{k: v for k, v in row.items() if v is not None}])
@@ -45,12 +42,12 @@ def test_compare_runs_names_differing_metrics(tmp_path: Path, value: float | Non
     assert result.returncode == 1 and "step 1  actor/grad_norm" in result.stdout and "actor/lr" not in result.stdout
 
 
-def test_compare_runs_without_metrics_fails(tmp_path: Path) -> None:
+def test_compare_runs_without_metrics_fails(tmp_path):
     result = run_tool("compare_runs", str(tmp_path), str(tmp_path))
     assert result.returncode != 0 and "no metrics.jsonl here" in result.stderr
 
 
-def test_tiny_model_keeps_family_and_ratios(tmp_path: Path) -> None:
+def test_tiny_model_keeps_family_and_ratios(tmp_path):
     """The sizes of Qwen3-30B-A3B (eight heads per group) with a small vocabulary and few layers and experts."""
     large = {
         "architectures": ["Qwen3MoeForCausalLM"], "model_type": "qwen3_moe", "vocab_size": 300, "hidden_size": 2048,

@@ -1,21 +1,18 @@
 """PPO with a search agent, from the command line: two turns with a search result between them."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 from retrieval_server import BM25Index, Document, RetrievalServer
-from support.cli_runs import CliRun, RunFiles, assert_finite, read_jsonl
+from support.cli_runs import RunFiles, assert_finite, read_jsonl
 
 LOOP = Path(__file__).with_name("agent_loops.py")
 
 
 @pytest.fixture(scope="module")
-def url() -> Iterator[str]:
+def url():
     documents = [Document(str(number), f"Sums\n{number} + {number} is {2 * number}") for number in range(100)]
     with RetrievalServer(BM25Index(documents), port=0) as server:
         threading.Thread(target=server.serve_forever, daemon=True).start()
@@ -24,7 +21,7 @@ def url() -> Iterator[str]:
 
 
 @pytest.fixture(scope="module")
-def run(small: list[str], start: Callable[..., CliRun], url: str, tmp_path_factory: pytest.TempPathFactory) -> RunFiles:
+def run(small, start, url, tmp_path_factory):
     loops = tmp_path_factory.mktemp("loops") / "loops.yaml"
     loops.write_text(json.dumps([{"name": "search_once", "_target_": f"{LOOP}:SearchOnce"}]), encoding="utf-8")
     agent, search = "actor_rollout_ref.rollout.agent", "actor_rollout_ref.rollout.multi_turn.search"
@@ -39,7 +36,7 @@ def run(small: list[str], start: Callable[..., CliRun], url: str, tmp_path_facto
     return RunFiles(run.folder, "agents")
 
 
-def test_step_metrics_of_agent_trajectories(run: RunFiles) -> None:
+def test_step_metrics_of_agent_trajectories(run):
     for row in run.steps.values():
         assert_finite(row)
         assert row["num_turns/mean"] == 4 and row["agent/turns/mean"] == 1
@@ -48,13 +45,13 @@ def test_step_metrics_of_agent_trajectories(run: RunFiles) -> None:
         assert {"critic/vf_loss", "actor/pg_loss", "actor/reward_kl_penalty"} <= row.keys()
 
 
-def test_engine_and_actor_log_probs_agree_after_a_tool_result(run: RunFiles) -> None:
+def test_engine_and_actor_log_probs_agree_after_a_tool_result(run):
     """A token too many or too few in the actor's context would change the log-probs."""
     for row in run.steps.values():
         assert row["training/rollout_probs_diff_max"] < 1e-4
 
 
-def test_rollout_dumps_mark_search_results_and_failed_trajectories(run: RunFiles) -> None:
+def test_rollout_dumps_mark_search_results_and_failed_trajectories(run):
     samples = [sample for step in run.steps for sample in read_jsonl(run.folder / "rollouts" / f"{step}.jsonl")]
     failed = [sample for sample in samples if "agent_error" in sample]
     assert all("simulated agent failure" in sample["agent_error"] and sample["score"] is None for sample in failed)

@@ -3,23 +3,20 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from route_recorder import assert_first_experts
-from support.cli_runs import CliRun, RunFiles, assert_finite, reproducible
+from support.cli_runs import RunFiles, assert_finite, reproducible
 from support.documented_metrics import undocumented
 from uid_recorder import RECORDER, trained_groups
 
 STEPS, PROMPTS = 4, 24
 
 
-def test_a_resumed_run_trains_the_prompts_in_flight(
-    small: list[str], dense_reward: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_a_resumed_run_trains_the_prompts_in_flight(small, dense_reward, start):
     arguments = [
         *("--config-name", "quickstart_async", *small, *dense_reward, "trainer.experiment_name=async"),
         *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=3", "trainer.save_freq=2"),
@@ -53,19 +50,19 @@ def test_a_resumed_run_trains_the_prompts_in_flight(
     assert ledger["trained"] == ledger["admitted"] == STEPS * PROMPTS and ledger["groups"] == []
 
 
-def ledger_of(folder: Path, name: str, step: int) -> dict[str, Any]:
+def ledger_of(folder, name, step):
     file = folder / "outputs" / name / "checkpoints" / f"global_step_{step}" / "trainer_state.json"
     ledger: dict[str, Any] = json.loads(file.read_text(encoding="utf-8"))["rollout"]["ledger"]
     return ledger
 
 
-def resume_from(folder: Path, name: str, step: int) -> tuple[str, str]:
+def resume_from(folder, name, step):
     checkpoint = folder / "outputs" / name / "checkpoints" / f"global_step_{step}"
     return "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"
 
 
 @pytest.fixture(scope="module")
-def partial(small: list[str], mixture: Path, start: Callable[..., CliRun]) -> RunFiles:
+def partial(small, mixture, start):
     """A model with experts, whose routes come from the engine (R3); its only replica dies within the second sync."""
     run = start(
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=partial"),
@@ -84,7 +81,7 @@ def partial(small: list[str], mixture: Path, start: Callable[..., CliRun]) -> Ru
     return RunFiles(run.folder, "partial")
 
 
-def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(partial: RunFiles) -> None:
+def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(partial):
     files = partial
     steps = list(files.steps.values())
     assert undocumented(name for row in files.metrics for name in row) == []
@@ -96,7 +93,7 @@ def test_weight_syncs_interrupt_responses_and_survive_a_lost_replica(partial: Ru
     assert continued[0] == 0 < sum(continued)
 
 
-def test_tokens_keep_the_experts_with_which_they_were_generated(partial: RunFiles, mixture: Path) -> None:
+def test_tokens_keep_the_experts_with_which_they_were_generated(partial, mixture):
     """Also tokens before an interruption, whose context the engine computes again with newer weights."""
     rows = [row for step in partial.steps for row in torch.load(partial.newest / f"routes-{step}.pt")]
     assert len(rows) == STEPS * PROMPTS * 2
@@ -105,9 +102,7 @@ def test_tokens_keep_the_experts_with_which_they_were_generated(partial: RunFile
     assert counts.changed > 0, "newer weights route some tokens to other experts"
 
 
-def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_in_part(
-    small: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_in_part(small, start):
     """The replica dies while conversations are in flight: before a sync, then between two mini-batches of a step."""
     arguments = [
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=lost", "trainer.save_freq=1000"),
@@ -130,9 +125,7 @@ def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_
     assert [path.name for path in first.parent.glob("global_step_*")] == [first.name]
 
 
-def test_colocated_training_begins_when_a_batch_is_complete(
-    small: list[str], dense_reward: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_colocated_training_begins_when_a_batch_is_complete(small, dense_reward, start):
     """Responses pause and continue, also in a run that resumes."""
     arguments = [
         *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.experiment_name=colocated"),
@@ -162,15 +155,13 @@ def test_colocated_training_begins_when_a_batch_is_complete(
     assert ledger["trained"] == ledger["admitted"] == STEPS * PROMPTS and ledger["groups"] == []
 
 
-def exact_metrics(start: Callable[..., CliRun], arguments: list[str], name: str) -> list[dict[str, Any]]:
+def exact_metrics(start, arguments, name):
     run = start(*arguments, f"trainer.experiment_name={name}")
     assert run.wait() == 0, run.output
     return [reproducible(row) for row in RunFiles(run.folder, name).steps.values()]
 
 
-def test_staleness_0_is_synchronous_training(
-    small: list[str], dense_reward: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_staleness_0_is_synchronous_training(small, dense_reward, start):
     """Every metric of training is equal bit for bit; the asynchronous modes add metrics of their own."""
     arguments = [
         *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.total_training_steps=3"),

@@ -4,8 +4,6 @@ Most runs call the entry point of the command in this process, to avoid a Python
 line.
 """
 
-from __future__ import annotations
-
 import json
 import os
 import shutil
@@ -13,7 +11,6 @@ import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -21,7 +18,6 @@ import pytest
 import ray
 from safetensors.torch import load_file, save_file
 from support.arithmetic_task import make_task
-from support.cli_runs import CliRun
 
 from megarl import cli
 
@@ -32,18 +28,16 @@ Refuse = Callable[..., str]
 
 
 @pytest.fixture
-def refuse(
-    small: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> Refuse:
+def refuse(small, tmp_path, monkeypatch, capsys):
     """``refuse(*arguments, code=)``: message of a run that exits with the code before Ray starts."""
 
-    def no_ray(*arguments: Any, **options: Any) -> None:
+    def no_ray(*arguments, **options):
         raise AssertionError("Ray was started")
 
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray, "init", no_ray)
 
-    def run(*arguments: str, code: int) -> str:
+    def run(*arguments, code):
         exit_code = cli.run_job("train", ["--config-name", "quickstart", *small, *arguments])
         printed = capsys.readouterr()
         assert exit_code == code, printed.err
@@ -54,33 +48,33 @@ def refuse(
 
 
 @pytest.fixture
-def rows(task: Path) -> list[dict[str, Any]]:
+def rows(task):
     return pq.read_table(task / "data" / "train.parquet").to_pylist()
 
 
 @pytest.fixture
-def model(task: Path, tmp_path: Path) -> Path:
+def model(task, tmp_path):
     """A copy of the model that a test can damage."""
     return Path(shutil.copytree(task / "model", tmp_path / "model"))
 
 
-def write(rows: list[dict[str, Any]], path: Path, schema: pa.Schema | None = None) -> str:
+def write(rows, path, schema=None):
     pq.write_table(pa.Table.from_pylist(rows, schema), path)
     return f"data.train_files={path}"
 
 
-def change_config(model: Path, **changes: Any) -> str:
+def change_config(model, **changes):
     config = json.loads((model / "config.json").read_text(encoding="utf-8"))
     (model / "config.json").write_text(json.dumps({**config, **changes}), encoding="utf-8")
     return f"actor_rollout_ref.model.path={model}"
 
 
-def assert_contains(message: str, *parts: str) -> None:
+def assert_contains(message, *parts):
     missing = [part for part in parts if part not in message]
     assert not missing, f"{missing} not in:\n{message}"
 
 
-def assert_error(message: str, code: str, *values: object) -> None:
+def assert_error(message, code, *values):
     """The message ends with the code, and names the values."""
     assert_contains(message, f"[{code}]", *map(str, values))
 
@@ -88,38 +82,38 @@ def assert_error(message: str, code: str, *values: object) -> None:
 # Data
 
 
-def test_missing_data_file(refuse: Refuse) -> None:
+def test_missing_data_file(refuse):
     assert refuse("data.train_files=nowhere/train.parquet", code=2) == (
         "data.train_files: nowhere/train.parquet: there is no such file; name a parquet or JSONL file "
         "[data.file-missing]\n"
     )
 
 
-def test_invalid_parquet_file(refuse: Refuse, tmp_path: Path) -> None:
+def test_invalid_parquet_file(refuse, tmp_path):
     (tmp_path / "train.parquet").write_text("prompt,answer\n", encoding="utf-8")
     message = refuse(f"data.val_files={tmp_path}/train.parquet", code=2)
     assert_error(message, "data.unreadable-file", "data.val_files", "train.parquet")
 
 
-def test_missing_column(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_missing_column(refuse, rows, tmp_path):
     renamed = [{("reward" if name == "reward_model" else name): row[name] for name in row} for row in rows]
     message = refuse(write(renamed, tmp_path / "train.parquet"), code=2)
     assert_error(message, "data.missing-column", "data.train_files", "train.parquet", "'reward_model'", "'reward'?")
 
 
-def test_prompt_that_is_a_number(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_prompt_that_is_a_number(refuse, rows, tmp_path):
     numbers = [{**row, "prompt": 3} for row in rows]
     message = refuse(write(numbers, tmp_path / "train.parquet"), code=2)
     assert_error(message, "data.column-type", "data.train_files", "column 'prompt'", "int64")
 
 
-def test_null_ground_truth(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_null_ground_truth(refuse, rows, tmp_path):
     rows[17]["reward_model"]["ground_truth"] = None
     message = refuse(write(rows, tmp_path / "train.parquet"), code=2)
     assert_error(message, "data.null-value", "train.parquet", "column 'reward_model', row 17", "'ground_truth'")
 
 
-def test_unknown_agent_name_in_a_row(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_unknown_agent_name_in_a_row(refuse, rows, tmp_path):
     named = [{**row, "agent_name": "tool_agnt" if number >= 17 else None} for number, row in enumerate(rows)]
     message = refuse(write(named, tmp_path / "train.parquet"), code=2)
     assert_error(message, "config.unknown-name", "train.parquet, row 17", "agent_name='tool_agnt'", "tool_agent")
@@ -127,23 +121,23 @@ def test_unknown_agent_name_in_a_row(refuse: Refuse, rows: list[dict[str, Any]],
     assert_error(refuse(missing, code=2), "config.user-code-file", "agent 'nowhere.py:lead'")
 
 
-def test_empty_dataset(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_empty_dataset(refuse, rows, tmp_path):
     schema = pa.Table.from_pylist(rows).schema
     message = refuse(write([], tmp_path / "train.parquet", schema), code=2)
     assert_error(message, "data.no-rows", "data.train_files", "train.parquet")
 
 
-def test_fewer_prompts_than_one_batch(refuse: Refuse, rows: list[dict[str, Any]], tmp_path: Path) -> None:
+def test_fewer_prompts_than_one_batch(refuse, rows, tmp_path):
     message = refuse(write(rows[:23], tmp_path / "train.parquet"), code=2)
     assert_error(message, "data.too-few-rows", "data.train_batch_size", 24, 23)
 
 
-def test_overlong_prompt(refuse: Refuse) -> None:
+def test_overlong_prompt(refuse):
     message = refuse("data.max_prompt_length=8", code=2)
     assert_error(message, "data.prompt-too-long", "row 0", 11, 8, "data.max_prompt_length", "data.truncation=left")
 
 
-def test_all_prompts_overlong(refuse: Refuse) -> None:
+def test_all_prompts_overlong(refuse):
     message = refuse("data.max_prompt_length=8", "data.filter_overlong_prompts=true", code=2)
     assert_error(message, "data.all-prompts-too-long", 80, 8, "data.max_prompt_length")
 
@@ -151,23 +145,23 @@ def test_all_prompts_overlong(refuse: Refuse) -> None:
 # Models
 
 
-def test_missing_model_folder(refuse: Refuse) -> None:
+def test_missing_model_folder(refuse):
     message = refuse("actor_rollout_ref.model.path=./nowhere/model", code=2)
     assert_error(message, "model.folder-missing", "nowhere/model")
 
 
-def test_model_folder_without_config(refuse: Refuse, model: Path) -> None:
+def test_model_folder_without_config(refuse, model):
     (model / "config.json").unlink()
     message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
     assert_error(message, "model.no-config-json", model, "config.json")
 
 
-def test_architecture_without_weight_map(refuse: Refuse, model: Path) -> None:
+def test_architecture_without_weight_map(refuse, model):
     message = refuse(change_config(model, architectures=["MambaForCausalLM"]), code=2)
     assert_error(message, "model.no-weight-map", "MambaForCausalLM", "llama", "qwen2", "qwen3_moe")
 
 
-def test_missing_safetensors_shard(refuse: Refuse, model: Path) -> None:
+def test_missing_safetensors_shard(refuse, model):
     tensors = load_file(model / "model.safetensors")
     (model / "model.safetensors").unlink()
     save_file(tensors, model / "model-00001-of-00002.safetensors")
@@ -179,21 +173,21 @@ def test_missing_safetensors_shard(refuse: Refuse, model: Path) -> None:
     assert_error(message, "model.missing-shard", model, "model-00002-of-00002.safetensors")
 
 
-def test_truncated_weights(refuse: Refuse, model: Path) -> None:
+def test_truncated_weights(refuse, model):
     content = (model / "model.safetensors").read_bytes()
     (model / "model.safetensors").write_bytes(content[:-100])
     message = refuse(f"critic.model.path={model}", code=2)
     assert_error(message, "model.truncated-file", model / "model.safetensors", len(content))
 
 
-def test_tokenizer_without_chat_template(refuse: Refuse, model: Path) -> None:
+def test_tokenizer_without_chat_template(refuse, model):
     (model / "chat_template.jinja").unlink()
     message = refuse(f"actor_rollout_ref.model.path={model}", code=2)
     assert_error(message, "tokenizer.no-chat-template", model, "chat_template", "tokenizer_config.json")
 
 
 @pytest.mark.parametrize("removed", [("tokenizer.json",), ("tokenizer.json", "tokenizer_config.json")])
-def test_model_without_tokenizer_files(refuse: Refuse, model: Path, removed: tuple[str, ...]) -> None:
+def test_model_without_tokenizer_files(refuse, model, removed):
     """transformers builds an empty tokenizer for it, with which every prompt would be empty."""
     for name in removed:
         (model / name).unlink()
@@ -225,9 +219,7 @@ def test_model_without_tokenizer_files(refuse: Refuse, model: Path, removed: tup
     ],
     ids=["heads", "key-value heads", "layers"],
 )
-def test_layout_does_not_fit_the_model(
-    changes: dict[str, Any], arguments: list[str], expected: tuple[str, ...], refuse: Refuse, model: Path
-) -> None:
+def test_layout_does_not_fit_the_model(changes, arguments, expected, refuse, model):
     if "pipeline" in arguments[-1]:
         arguments = [*arguments, f"{ACTOR}.tensor_model_parallel_size=1"]
     critic = [f"{CRITIC}.pipeline_model_parallel_size=1", f"{CRITIC}.data_parallel_size=1"]
@@ -236,7 +228,7 @@ def test_layout_does_not_fit_the_model(
     assert_error(message, *expected, key)
 
 
-def test_layout_does_not_divide_the_devices(refuse: Refuse) -> None:
+def test_layout_does_not_divide_the_devices(refuse):
     message = refuse("trainer.n_gpus_per_node=3", code=2)
     key = f"{ACTOR}.tensor_model_parallel_size=2"
     assert_error(message, "layout.replicas-do-not-divide", key, "trainer.n_gpus_per_node=3")
@@ -264,11 +256,11 @@ def test_layout_does_not_divide_the_devices(refuse: Refuse) -> None:
     ],
     ids=["mini-batch", "data parallel", "micro-batch", "token budget"],
 )
-def test_batch_sizes_do_not_divide(arguments: list[str], expected: tuple[str, ...], refuse: Refuse) -> None:
+def test_batch_sizes_do_not_divide(arguments, expected, refuse):
     assert_error(refuse(*arguments, code=2), *expected)
 
 
-def test_embedded_engine_has_no_tensor_parallelism(refuse: Refuse) -> None:
+def test_embedded_engine_has_no_tensor_parallelism(refuse):
     message = refuse("actor_rollout_ref.rollout.tensor_model_parallel_size=2", code=2)
     assert_error(message, "engine.one-device", "actor_rollout_ref.rollout.tensor_model_parallel_size=2", "embedded")
 
@@ -276,7 +268,7 @@ def test_embedded_engine_has_no_tensor_parallelism(refuse: Refuse) -> None:
 # Keys, rewards
 
 
-def test_all_wrong_keys_are_reported_together(refuse: Refuse) -> None:
+def test_all_wrong_keys_are_reported_together(refuse):
     message = refuse("trainer.total_training_step=3", "critic.optim.lr=fast", "algorithm.adv_estimator=ppo", code=2)
     assert_error(message, "config.unknown-key", "trainer.total_training_step=3", "trainer.total_training_steps?")
     assert_error(message, "config.wrong-type", "critic.optim.lr=fast")
@@ -297,9 +289,7 @@ def test_all_wrong_keys_are_reported_together(refuse: Refuse) -> None:
     ],
     ids=["no file", "import fails", "signature", "no function"],
 )
-def test_reward_function_import_fails(
-    content: str | None, name: str, expected: tuple[str, ...], refuse: Refuse, tmp_path: Path
-) -> None:
+def test_reward_function_import_fails(content, name, expected, refuse, tmp_path):
     path = tmp_path / "judge.py"
     if content is not None:
         path.write_text(content, encoding="utf-8")
@@ -311,7 +301,7 @@ def test_reward_function_import_fails(
 
 
 @pytest.fixture(scope="module")
-def checkpoint(small: list[str], start: Callable[..., CliRun]) -> Path:
+def checkpoint(small, start):
     """A checkpoint of one step without a critic, saved by a run that reached its time limit."""
     run = start(*GRPO_ALONE, *small, "trainer.max_wall_seconds=1", "trainer.hf_export_dir=too_late")
     assert run.wait() == 0, run.output
@@ -330,15 +320,15 @@ GRPO_ALONE = [
 ]
 
 
-def resume_from(checkpoint: Path) -> list[str]:
+def resume_from(checkpoint):
     return ["trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}"]
 
 
-def largest_file(folder: Path) -> Path:
+def largest_file(folder):
     return max((path for path in folder.rglob("*") if path.is_file()), key=lambda path: path.stat().st_size)
 
 
-def test_checkpoint_of_another_model(refuse: Refuse, checkpoint: Path, task: Path, tmp_path: Path) -> None:
+def test_checkpoint_of_another_model(refuse, checkpoint, task, tmp_path):
     other = make_task(tmp_path / "other", "--hidden", "48", "--layers", "3", "--lessons", "1", "1", "--pairs", "1", "1")
     path = f"actor_rollout_ref.model.path={other}/model"
     message = refuse(*GRPO_ALONE, *resume_from(checkpoint), path, code=1)
@@ -346,7 +336,7 @@ def test_checkpoint_of_another_model(refuse: Refuse, checkpoint: Path, task: Pat
     assert_contains(message, "num_layers: 2 in the checkpoint, 3 in this run")
 
 
-def test_truncated_checkpoint_file(refuse: Refuse, checkpoint: Path, tmp_path: Path) -> None:
+def test_truncated_checkpoint_file(refuse, checkpoint, tmp_path):
     copy = Path(shutil.copytree(checkpoint, tmp_path / "global_step_1"))
     largest = largest_file(copy / "actor")
     size = largest.stat().st_size
@@ -355,7 +345,7 @@ def test_truncated_checkpoint_file(refuse: Refuse, checkpoint: Path, tmp_path: P
     assert_error(message, "checkpoint.corrupt-file", copy, largest.name, f"{size - 1} bytes", size)
 
 
-def test_checkpoint_with_a_flipped_bit(refuse: Refuse, checkpoint: Path, tmp_path: Path) -> None:
+def test_checkpoint_with_a_flipped_bit(refuse, checkpoint, tmp_path):
     copy = Path(shutil.copytree(checkpoint, tmp_path / "global_step_1"))
     largest = largest_file(copy / "actor")
     content = bytearray(largest.read_bytes())
@@ -365,29 +355,27 @@ def test_checkpoint_with_a_flipped_bit(refuse: Refuse, checkpoint: Path, tmp_pat
     assert_error(message, "checkpoint.corrupt-file", copy, largest.name, "checksum")
 
 
-def test_missing_checkpoint(refuse: Refuse) -> None:
+def test_missing_checkpoint(refuse):
     message = refuse(*resume_from(Path("nowhere/global_step_3")), code=1)
     assert_error(message, "checkpoint.no-folder", "nowhere/global_step_3")
 
 
-def test_resume_mode_must_without_a_checkpoint(refuse: Refuse) -> None:
+def test_resume_mode_must_without_a_checkpoint(refuse):
     message = refuse("trainer.resume_mode=must", code=1)
     assert_error(message, "resume.no-checkpoint", "trainer.resume_mode=must", "trainer.default_local_dir")
 
 
-def test_checkpoint_without_a_critic(refuse: Refuse, checkpoint: Path) -> None:
+def test_checkpoint_without_a_critic(refuse, checkpoint):
     message = refuse(*resume_from(checkpoint), code=1)
     assert_error(message, "checkpoint.missing-role", checkpoint, "critic")
 
 
-def test_invalid_slurm_end_time(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_invalid_slurm_end_time(refuse, monkeypatch):
     monkeypatch.setenv("SLURM_JOB_END_TIME", "tomorrow")
     assert_error(refuse(code=2), "launch.job-end-time", "SLURM_JOB_END_TIME='tomorrow'")
 
 
-def test_checkpoint_of_another_dataset(
-    refuse: Refuse, checkpoint: Path, rows: list[dict[str, Any]], tmp_path: Path
-) -> None:
+def test_checkpoint_of_another_dataset(refuse, checkpoint, rows, tmp_path):
     message = refuse(*GRPO_ALONE, *resume_from(checkpoint), write(rows[:50], tmp_path / "train.parquet"), code=2)
     assert_error(message, "resume.data-changed", 80, 50, "trainer.resume_mode=disable")
 
@@ -412,9 +400,7 @@ def test_checkpoint_of_another_dataset(
     ],
     ids=["no GPU", "no login", "checkpoint folder", "run folder", "dashboard"],
 )
-def test_machine_that_cannot_run_the_job(
-    arguments: list[str], expected: tuple[str, ...], refuse: Refuse, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_machine_that_cannot_run_the_job(arguments, expected, refuse, tmp_path, monkeypatch):
     monkeypatch.setenv("HOME", str(tmp_path))
     monkeypatch.setattr("megarl.trainer.roles.devices.local_node", lambda: {"CPU": 2.0, "GPU": 0.0})
     monkeypatch.setattr("megarl.trainer.roles.devices.dashboard_error", lambda: "No module named 'aiohttp_cors'")
@@ -423,13 +409,13 @@ def test_machine_that_cannot_run_the_job(
     assert_error(refuse(*arguments, code=2), *expected)
 
 
-def test_machine_without_sglang(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_machine_without_sglang(refuse, monkeypatch):
     monkeypatch.setitem(sys.modules, "sglang", None)
     message = refuse("actor_rollout_ref.rollout.name=sglang", code=2)
     assert_error(message, "sglang.not-installed", "actor_rollout_ref.rollout.name=sglang", "embedded")
 
 
-def test_dead_cluster(refuse: Refuse, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_dead_cluster(refuse, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     assert_error(refuse(code=1), "ray.no-cluster", "127.0.0.1:1", "3 s", "RAY_ADDRESS")
 
@@ -453,7 +439,7 @@ for arguments in json.loads(sys.argv[1]):
 """
 
 
-def test_cheap_checks_precede_expensive_imports(small: list[str], tmp_path: Path) -> None:
+def test_cheap_checks_precede_expensive_imports(small, tmp_path):
     """One new process makes all checks in turn."""
     (tmp_path / "broken.jsonl").write_text(
         json.dumps({"prompt": "1+1", "data_source": "a"}) + '\n{"prompt": [\n', encoding="utf-8"
@@ -481,9 +467,7 @@ def test_cheap_checks_precede_expensive_imports(small: list[str], tmp_path: Path
         ("data.train_files=nowhere.parquet", 2, "data.file-missing"),
     ],
 )
-def test_message_and_exit_code_of_a_real_command_line(
-    argument: str, code: int, error: str, small: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_message_and_exit_code_of_a_real_command_line(argument, code, error, small, start):
     run = start("--config-name", "quickstart", *small, argument)
     assert run.wait() == code
     assert f"[{error}]" in run.output and "Traceback" not in run.output

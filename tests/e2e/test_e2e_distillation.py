@@ -1,15 +1,10 @@
 """On-policy distillation from the command line: a small student learns from a larger teacher, without a reward."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pandas
 import pytest
 from safetensors.torch import load_file
 from support.arithmetic_task import make_task
-from support.cli_runs import CliRun, RunFiles, assert_finite
+from support.cli_runs import RunFiles, assert_finite
 
 STEPS = 6
 SIZES = ("--largest", "9", "--num-test", "20", "--lessons", "60", "60", "--pairs", "40", "10")
@@ -17,13 +12,13 @@ TEACHER = "distillation.teacher_models.teacher_model"
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def teacher(tmp_path_factory):
     """Four times as wide as the student, with other random weights and the same tokenizer."""
     return make_task(tmp_path_factory.mktemp("teacher"), "--hidden", "128", "--seed", "7", *SIZES) / "model"
 
 
 @pytest.fixture(scope="module")
-def distilled(small: list[str], teacher: Path, start: Callable[..., CliRun]) -> RunFiles:
+def distilled(small, teacher, start):
     """A student at TP=2, a teacher at PP=2, each response graded over the teacher's 16 most probable tokens."""
     run = start(
         *("--config-name", "quickstart_distill", *small, "trainer.experiment_name=distill"),
@@ -37,7 +32,7 @@ def distilled(small: list[str], teacher: Path, start: Callable[..., CliRun]) -> 
     return RunFiles(run.folder, "distill")
 
 
-def test_the_student_approaches_the_teacher_without_a_reward(distilled: RunFiles) -> None:
+def test_the_student_approaches_the_teacher_without_a_reward(distilled):
     rows = list(distilled.steps.values())
     assert len(rows) == STEPS
     for row in rows:
@@ -51,7 +46,7 @@ def test_the_student_approaches_the_teacher_without_a_reward(distilled: RunFiles
     assert all(row["critic/score/max"] == 0 for row in rows), "no answer was right: the teacher alone gave the gradient"
 
 
-def test_the_student_keeps_its_size(distilled: RunFiles, teacher: Path) -> None:
+def test_the_student_keeps_its_size(distilled, teacher):
     student, theirs = (
         load_file(distilled.folder / "student" / "model.safetensors"),
         load_file(teacher / "model.safetensors"),
@@ -60,9 +55,7 @@ def test_the_student_keeps_its_size(distilled: RunFiles, teacher: Path) -> None:
     assert theirs[name].shape == (student[name].shape[0], 4 * student[name].shape[1])
 
 
-def test_each_prompt_approaches_its_own_teacher_over_the_whole_vocabulary(
-    small: list[str], task: Path, teacher: Path, tmp_path: Path, start: Callable[..., CliRun]
-) -> None:
+def test_each_prompt_approaches_its_own_teacher_over_the_whole_vocabulary(small, task, teacher, tmp_path, start):
     """Two teachers of other hidden sizes and layouts give the exact KL (loss_mode=full)."""
     narrow = make_task(tmp_path / "narrow", "--hidden", "64", "--seed", "8", *SIZES) / "model"
     rows = pandas.read_parquet(task / "data" / "train.parquet")

@@ -4,18 +4,14 @@ Before a release, ``DOCS=all`` runs them as the pages mark them. By default the 
 of the pages :data:`CHECKED` end after the checks of their configuration.
 """
 
-from __future__ import annotations
-
 import os
 import shutil
 import subprocess
 import sys
-from collections.abc import Mapping
 from pathlib import Path
 
 import pytest
-from support.doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, Block, shell_blocks
-from support.warm_drivers import Drivers
+from support.doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, shell_blocks
 
 PINS = "megarl/pins/default.txt"
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "megarl/pins", "tools", "tests/ops/plan/models")
@@ -33,7 +29,7 @@ CHECKED = {
 """Pages whose jobs take no step, and the tests that run such jobs."""
 
 
-def run(code: str, folder: Path, how: str, warm: Mapping[str, str]) -> str:
+def run(code, folder, how, warm):
     """Run commands in a folder; return their output."""
     environment = {
         **os.environ,
@@ -54,13 +50,13 @@ def run(code: str, folder: Path, how: str, warm: Mapping[str, str]) -> str:
 
 
 @pytest.fixture(scope="session")
-def warm(shared_server: dict[str, str], drivers: Drivers) -> dict[str, str]:
+def warm(shared_server, drivers):
     """Environment in which jobs, tools of the pages and workers are forks."""
     return {**shared_server, "WARM_DRIVERS": drivers.address}
 
 
 @pytest.fixture(scope="session")
-def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def checkout(tmp_path_factory):
     """A fresh clone with an installed environment."""
     folder = tmp_path_factory.mktemp("checkout")
     for name in FOLDERS:
@@ -80,7 +76,7 @@ def checkout(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="session")
-def after_quickstart(checkout: Path, warm: dict[str, str]) -> Path:
+def after_quickstart(checkout, warm):
     """The checkout after the quickstart command of the pages."""
     commands = {block.code.partition("#")[0].strip() for block in BLOCKS if block.mark == QUICKSTART}
     assert len(commands) == 1, f"blocks marked {QUICKSTART!r} must be equal: {commands}"
@@ -89,13 +85,13 @@ def after_quickstart(checkout: Path, warm: dict[str, str]) -> Path:
     return checkout
 
 
-def test_quickstart_writes_a_report_and_a_model(after_quickstart: Path) -> None:
+def test_quickstart_writes_a_report_and_a_model(after_quickstart):
     assert list((after_quickstart / "outputs/quickstart").glob("*/report.html"))
     assert (after_quickstart / "outputs/quickstart/trained/model.safetensors").is_file()
 
 
 @pytest.mark.parametrize("block", TESTED.values(), ids=lambda block: block.name)
-def test_commands(block: Block, request: pytest.FixtureRequest, warm: dict[str, str]) -> None:
+def test_commands(block, request, warm):
     """In the order of a page: a block may use what the blocks above it have made."""
     folder = request.getfixturevalue("checkout" if block.mark == ALONE else "after_quickstart")
     takes_step = block.mark == ONE_STEP and (ALL or block.page not in CHECKED)

@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import json
 import signal
-from collections.abc import Callable, Iterator
 
 import pytest
-from support.cli_runs import START_S, CliRun, RunFiles
+from support.cli_runs import START_S, RunFiles
 from support.documented_metrics import undocumented
 from support.ray_nodes import TwoNodes
 from uid_recorder import RECORDER, trained_groups
@@ -19,7 +18,7 @@ SGLANG = ["sglang"] if is_installed("sglang") else []  # not marked for CI: its 
 
 
 @pytest.fixture
-def two_nodes(shared_server: dict[str, str]) -> Iterator[TwoNodes]:
+def two_nodes(shared_server):
     """The trainer and a replica on the first node, the other replica on the second."""
     with TwoNodes(2, shared_server) as nodes:
         yield nodes
@@ -27,9 +26,7 @@ def two_nodes(shared_server: dict[str, str]) -> Iterator[TwoNodes]:
 
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("engine", ["embedded", *SGLANG])
-def test_replicas_leave_and_join_with_their_node_and_on_request(
-    engine: str, small: list[str], two_nodes: TwoNodes, start: Callable[..., CliRun], capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_replicas_leave_and_join_with_their_node_and_on_request(engine, small, two_nodes, start, capsys):
     """The node of replica 1 dies and comes back; then the user takes a replica away and gives it back."""
     run = start(
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=elastic", "sync.verify_freq=1"),
@@ -42,11 +39,11 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
     )
     steps: list[dict[str, float]] = []
 
-    def wait_for(replicas: int) -> None:
+    def wait_for(replicas):
         """Wait until a later weight sync has reached this number of replicas."""
         seen = len(steps)
 
-        def reached() -> bool:
+        def reached():
             for file in run.folder.glob("outputs/elastic/*/metrics.jsonl"):
                 complete = file.read_text(encoding="utf-8").rpartition("\n")[0]  # the run may write the last line now
                 steps[:] = [row for line in complete.splitlines() if (row := json.loads(line))["step"] > 0]
@@ -80,7 +77,7 @@ def test_replicas_leave_and_join_with_their_node_and_on_request(
     assert set(trained) >= set(range(len(trained) - admitted_last)), "no prompt is lost"
 
 
-def test_the_trainers_devices_generate_while_it_waits(small: list[str], start: Callable[..., CliRun]) -> None:
+def test_the_trainers_devices_generate_while_it_waits(small, start):
     """The second replica is on the trainer's device; its requests move to the first one before each update."""
     run = start(
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=hybrid", "sync.verify_freq=1"),

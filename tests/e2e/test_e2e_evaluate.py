@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import json
 from collections import Counter
-from collections.abc import Callable
 from itertools import permutations
 from pathlib import Path
 from statistics import fmean
@@ -32,15 +31,13 @@ class EvaluationRun(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def evaluate(
-    task: Path, start: Callable[..., CliRun], tmp_path_factory: pytest.TempPathFactory
-) -> Callable[[Path, str, int], EvaluationRun]:
+def evaluate(task, start, tmp_path_factory):
     """``evaluate(model, reward, step)``: four responses to each of 40 prompts of two data sources, in four batches."""
     data = tmp_path_factory.mktemp("two_sources") / "test.parquet"
     rows = pq.read_table(task / "data" / "test.parquet").to_pylist()
     pq.write_table(pa.Table.from_pylist([*rows, *({**row, "data_source": "school/sums"} for row in rows)]), data)
 
-    def run(model: Path, reward: str, step: int) -> EvaluationRun:
+    def run(model, reward, step):
         run = start(
             *("--config-name", "quickstart_evaluate", f"actor_rollout_ref.model.path={model}"),
             *(f"data.val_files={data}", f"data.val_batch_size={ROWS // N}", "trainer.experiment_name=evaluation"),
@@ -59,14 +56,12 @@ def evaluate(
 
 
 @pytest.fixture(scope="module")
-def folder_result(evaluate: Callable[..., EvaluationRun], task: Path) -> EvaluationRun:
+def folder_result(evaluate, task):
     return evaluate(task / "model", "vote", 0)
 
 
 @pytest.fixture(scope="module")
-def checkpoint_result(
-    evaluate: Callable[..., EvaluationRun], task: Path, tmp_path_factory: pytest.TempPathFactory
-) -> EvaluationRun:
+def checkpoint_result(evaluate, task, tmp_path_factory):
     """Evaluation of the latest checkpoint of a run; a replica dies meanwhile."""
     folder = tmp_path_factory.mktemp("trained")
     step = folder / "checkpoints" / f"global_step_{STEP}"
@@ -76,7 +71,7 @@ def checkpoint_result(
     return evaluate(folder, "vote_and_kill", STEP)
 
 
-def test_metrics_agree_with_the_responses(folder_result: EvaluationRun) -> None:
+def test_metrics_agree_with_the_responses(folder_result):
     sources = ["arithmetic", "school/sums"]
     assert len(folder_result.answers) == 160
     for source, answers in zip(sources, (folder_result.answers[:80], folder_result.answers[80:]), strict=True):
@@ -98,19 +93,17 @@ def test_metrics_agree_with_the_responses(folder_result: EvaluationRun) -> None:
     assert len(folder_result.metrics) == len([name for name in folder_result.metrics if name.startswith("val-")])
 
 
-def majority(prompt: list[dict[str, Any]]) -> float:
+def majority(prompt):
     """Mean score of the majority by verl's rule, over all orders of the responses."""
 
-    def winning_score(answers: tuple[dict[str, Any], ...]) -> float:
+    def winning_score(answers):
         ((winner, _),) = Counter(answer["pred"] for answer in answers).most_common(1)
         return next(answer["score"] for answer in answers if answer["pred"] == winner)
 
     return fmean(map(winning_score, permutations(prompt)))
 
 
-def test_checkpoint_and_folder_give_equal_responses_even_if_a_replica_dies(
-    folder_result: EvaluationRun, checkpoint_result: EvaluationRun
-) -> None:
+def test_checkpoint_and_folder_give_equal_responses_even_if_a_replica_dies(folder_result, checkpoint_result):
     output, (converted,) = checkpoint_result.run.output, (checkpoint_result.files.root / "converted").iterdir()
     assert "rollout replica 1 is lost" in output
     assert f"global_step_{STEP}/actor was converted to {converted}" in output
@@ -126,7 +119,7 @@ def test_checkpoint_and_folder_give_equal_responses_even_if_a_replica_dies(
     assert checkpoint_result.metrics["val-aux/rollout/replicas_lost"] == 1
 
 
-def test_console_table_report_and_summary(folder_result: EvaluationRun) -> None:
+def test_console_table_report_and_summary(folder_result):
     lines = [line.split() for line in folder_result.run.output.splitlines()]
     assert ["data", "source", "variable", "prompts", "mean@4", "best@4", "maj@4", "length", "failed"] in lines
     (row,) = [line for line in lines if line[:1] == ["school/sums"]]
@@ -141,7 +134,7 @@ def test_console_table_report_and_summary(folder_result: EvaluationRun) -> None:
     assert folder_result.files.summary["val_accuracy_after"] == pytest.approx(fmean(means))
 
 
-def test_best_answers_are_training_data(folder_result: EvaluationRun) -> None:
+def test_best_answers_are_training_data(folder_result):
     rows = pq.read_table(folder_result.run.folder / "best.parquet").to_pylist()
     assert rows and max(Counter(row["prompt"][-1]["content"] for row in rows).values()) <= 4  # from two data sources
     responses = {(answer["output"], answer["score"]) for answer in folder_result.answers}

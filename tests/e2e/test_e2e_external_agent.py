@@ -3,18 +3,14 @@
 The model has experts, and their routes are replayed from the engine (R3), over both turns of a conversation.
 """
 
-from __future__ import annotations
-
 import json
 import stat
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
 from http_agents import chat
-from support.cli_runs import CliRun, RunFiles, assert_finite, read_jsonl
+from support.cli_runs import RunFiles, assert_finite, read_jsonl
 
 from megarl.data.rollout_dump import RolloutDump
 
@@ -22,19 +18,19 @@ AGENT = Path(__file__).with_name("http_agents.py")
 
 
 @pytest.fixture(scope="module")
-def client_responses() -> list[dict[str, Any]]:
+def client_responses():
     """Responses to requests of a client outside any trajectory."""
     return []
 
 
 @pytest.fixture(scope="module")
 def run(
-    small: list[str],
-    mixture: Path,
-    start: Callable[..., CliRun],
-    client_responses: list[dict[str, Any]],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> RunFiles:
+    small,
+    mixture,
+    start,
+    client_responses,
+    tmp_path_factory,
+):
     folder = tmp_path_factory.mktemp("turns")
     turns, answered = folder / "turns.jsonl", folder / "answered"
     rollout = "actor_rollout_ref.rollout"
@@ -63,9 +59,7 @@ def run(
     return RunFiles(run.folder, "external")
 
 
-def test_step_metrics_of_external_agents_and_other_clients(
-    run: RunFiles, client_responses: list[dict[str, Any]]
-) -> None:
+def test_step_metrics_of_external_agents_and_other_clients(run, client_responses):
     for row in run.steps.values():
         assert_finite(row)
         assert row["num_turns/mean"] == 4 and row["agent/branches_dropped/mean"] == 0
@@ -76,13 +70,13 @@ def test_step_metrics_of_external_agents_and_other_clients(
     assert response["choices"][0]["message"]["role"] == "assistant" and response["weight_version"] >= 0
 
 
-def test_engine_and_actor_log_probs_agree(run: RunFiles) -> None:
+def test_engine_and_actor_log_probs_agree(run):
     """A token too many or too few in the actor's context would change the log-probs."""
     for row in run.steps.values():
         assert row["training/rollout_probs_diff_max"] < 1e-4
 
 
-def test_training_uses_exactly_the_tokens_sent_to_the_agent(run: RunFiles) -> None:
+def test_training_uses_exactly_the_tokens_sent_to_the_agent(run):
     sent = []
     for (prompt, first, first_log_probs, _), (context, second, second_log_probs, _) in read_jsonl(
         run.folder / "turns.jsonl"
@@ -95,7 +89,7 @@ def test_training_uses_exactly_the_tokens_sent_to_the_agent(run: RunFiles) -> No
     assert sorted(trained) == sorted(sent)
 
 
-def rows(dump: RolloutDump) -> list[tuple[list[int], list[int], list[float]]]:
+def rows(dump):
     """Tokens, response mask and rollout log-probs of the trajectories that did not fail."""
     return [
         ([*prompt.tolist(), *response.tolist()], mask.astype(int).tolist(), log_probs[mask].tolist())
@@ -106,7 +100,7 @@ def rows(dump: RolloutDump) -> list[tuple[list[int], list[int], list[float]]]:
     ]
 
 
-def test_external_agents_train_asynchronously(small: list[str], start: Callable[..., CliRun], tmp_path: Path) -> None:
+def test_external_agents_train_asynchronously(small, start, tmp_path):
     """Requests in flight wait during a weight sync, and go on with the new weights."""
     rollout = "actor_rollout_ref.rollout"
     run = start(

@@ -1,14 +1,10 @@
 """A model family declared in a user file (`external_lib`): training, export and conversion."""
 
-from __future__ import annotations
-
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
-from support.cli_runs import CliRun, RunFiles
+from support.cli_runs import RunFiles
 
 from megarl import cli
 from megarl.ops.report.findings import run_findings
@@ -46,7 +42,7 @@ TransformerDecoder.logits = lambda decoder, hidden: 1.3 * logits(decoder, hidden
 
 
 @pytest.fixture(scope="module")
-def family(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
+def family(task, tmp_path_factory):
     """A folder with ``model`` of an unknown architecture and ``ours.py`` with its declaration."""
     folder = tmp_path_factory.mktemp("family")
     shutil.copytree(task / "model", folder / "model")
@@ -62,7 +58,7 @@ def family(task: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture
-def keys(family: Path, small: list[str]) -> list[str]:
+def keys(family, small):
     """One step with an export of a model whose family is not registered."""
     return [
         *("--config-name", "quickstart", *small, "trainer.experiment_name=ours", "trainer.total_training_steps=1"),
@@ -71,13 +67,13 @@ def keys(family: Path, small: list[str]) -> list[str]:
     ]
 
 
-def test_unknown_family_is_refused(keys: list[str], capsys: pytest.CaptureFixture[str]) -> None:
+def test_unknown_family_is_refused(keys, capsys):
     assert cli.run_job("train", keys) == 2
     error = capsys.readouterr().err
     assert "OursForCausalLM" in error and "[model.no-weight-map]" in error
 
 
-def test_every_process_imports_external_lib(keys: list[str], family: Path, start: Callable[..., CliRun]) -> None:
+def test_every_process_imports_external_lib(keys, family, start):
     run = start(*keys, f"actor_rollout_ref.model.external_lib=[{family}/ours.py,{family}/memory.py,{family}/other.py]")
     assert run.wait() == 0, run.output
     assert json.loads((run.folder / "export" / "config.json").read_text(encoding="utf-8"))["architectures"] == [
@@ -95,7 +91,7 @@ def test_every_process_imports_external_lib(keys: list[str], family: Path, start
     assert "training/rollout_mismatch_excess" in found
 
 
-def test_convert_imports_external_lib(family: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_convert_imports_external_lib(family, capsys):
     # The file has not been imported in this process.
     assert cli.main(["convert", "inspect", str(family / "model")]) == 1
     assert "external_lib" in capsys.readouterr().err
@@ -103,7 +99,7 @@ def test_convert_imports_external_lib(family: Path, capsys: pytest.CaptureFixtur
     assert "OursForCausalLM" in capsys.readouterr().out
 
 
-def test_import_error_names_the_config_key(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_import_error_names_the_config_key(tmp_path, capsys):
     (tmp_path / "broken.py").write_text("import missing_module", encoding="utf-8")
     key = "actor_rollout_ref.model.external_lib"
     code = cli.run_job("train", ["--config-name", "quickstart", f"{key}=[{tmp_path}/broken.py,no.such.module]"])

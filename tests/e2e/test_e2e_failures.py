@@ -1,19 +1,16 @@
 """Failing and interrupted runs end at once, name the cause and leave no process."""
 
-from __future__ import annotations
-
 import functools
 import os
 import re
 import shlex
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from reward_functions import PAUSE_AT, PAUSED
-from support.cli_runs import REWARDS, ROOT, CliRun, RunFiles, assert_says_how_it_ended
+from support.cli_runs import REWARDS, ROOT, RunFiles, assert_says_how_it_ended
 
 from megarl.cluster.fork_server import ENVIRONMENT
 from megarl.tracing.stacks import STOPPED, process_state
@@ -28,13 +25,13 @@ DYING_WRITER = Path(__file__).with_name("dying_writer")
 
 
 @pytest.fixture
-def start_alone(start: Callable[..., CliRun]) -> Callable[..., CliRun]:
+def start_alone(start):
     """Runs with a fork server of their own, which must end with them."""
     return functools.partial(start, env={ENVIRONMENT: "1"}, warm=True)
 
 
 @pytest.fixture
-def endless(small: list[str]) -> list[str]:
+def endless(small):
     """GRPO for minutes with the fewest workers: an actor of two ranks and two engines."""
     return [
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=endless"),
@@ -44,11 +41,11 @@ def endless(small: list[str]) -> list[str]:
 
 
 @pytest.fixture
-def one_device() -> list[str]:
+def one_device():
     return ["trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"]
 
 
-def assert_ends(run: CliRun, code: int) -> str:
+def assert_ends(run, code):
     """Check that the run ends soon with an exit code and leaves no process; return its output."""
     begin = time.monotonic()
     assert run.wait(AT_ONCE_S) == code, run.output
@@ -56,17 +53,17 @@ def assert_ends(run: CliRun, code: int) -> str:
     return run.output
 
 
-def in_third_step(run: CliRun) -> bool:
+def in_third_step(run):
     return "step 2/" in run.output
 
 
-def pid_of_actor(run: CliRun) -> int:
+def pid_of_actor(run):
     """Process ID of the actor's rank 0."""
     (log,) = (RunFiles(run.folder, "endless").newest / "logs").glob("actor*0.log")
     return int(re.findall(r"begins, pid (\d+)", log.read_text(encoding="utf-8"))[-1])
 
 
-def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start: Callable[..., CliRun]) -> None:
+def test_ctrl_c_ends_a_run_and_all_its_processes(endless, start):
     """The run is as from a shell: its driver is no fork either."""
     run = start(*endless, env={ENVIRONMENT: "1"})
     run.wait_until(lambda: in_third_step(run))
@@ -79,9 +76,7 @@ def test_ctrl_c_ends_a_run_and_all_its_processes(endless: list[str], start: Call
     assert "endless: ended early (Ctrl-C)" in output and (files.newest / "report.html").is_file()
 
 
-def test_ctrl_c_saves_and_names_the_command_that_continues(
-    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_ctrl_c_saves_and_names_the_command_that_continues(endless, one_device, start):
     run = start(*endless, *one_device, "trainer.save_freq=1000", "trainer.hf_export_dir=export")
     run.wait_until(lambda: in_third_step(run))
     run.signal_group(signal.SIGINT)
@@ -103,9 +98,7 @@ def test_ctrl_c_saves_and_names_the_command_that_continues(
     assert (run.folder / "export" / "run_id").is_file()
 
 
-def test_a_second_ctrl_c_ends_at_once_without_a_save(
-    endless: list[str], one_device: list[str], dense_reward: list[str], start: Callable[..., CliRun], tmp_path: Path
-) -> None:
+def test_a_second_ctrl_c_ends_at_once_without_a_save(endless, one_device, dense_reward, start, tmp_path):
     paused = tmp_path / "paused"  # in the middle of the first step
     env = {PAUSE_AT: "5", PAUSED: str(paused)}
     run = start(*endless, *one_device, *dense_reward, "trainer.save_freq=1000", env=env, warm=True)
@@ -119,12 +112,12 @@ def test_a_second_ctrl_c_ends_at_once_without_a_save(
 
 
 def test_a_second_sigterm_in_the_final_save_leaves_the_checkpoints_whole(
-    endless: list[str],
-    one_device: list[str],
-    dense_reward: list[str],
-    start_alone: Callable[..., CliRun],
-    tmp_path: Path,
-) -> None:
+    endless,
+    one_device,
+    dense_reward,
+    start_alone,
+    tmp_path,
+):
     """The first signal comes in the middle of the second step; the actor stands still in the save after it."""
     paused, hangs = tmp_path / "paused", tmp_path / "hangs"
     env = {PAUSE_AT: str(SAMPLES + 5), PAUSED: str(paused), "PYTHONPATH": f"{DYING_WRITER}:{ROOT}"}
@@ -143,7 +136,7 @@ def test_a_second_sigterm_in_the_final_save_leaves_the_checkpoints_whole(
     store.verify(store.root / "global_step_1", ("actor",))
 
 
-def test_ctrl_c_during_worker_start_ends_all_processes(endless: list[str], start_alone: Callable[..., CliRun]) -> None:
+def test_ctrl_c_during_worker_start_ends_all_processes(endless, start_alone):
     run = start_alone(*endless)
     run.wait_until(lambda: bool(run.running(WORKER)))
     run.signal_group(signal.SIGINT)
@@ -151,7 +144,7 @@ def test_ctrl_c_during_worker_start_ends_all_processes(endless: list[str], start
     assert output.splitlines()[-1] == "interrupted" and "Traceback" not in output
 
 
-def test_killed_actor_ends_the_run_and_is_named(endless: list[str], start: Callable[..., CliRun]) -> None:
+def test_killed_actor_ends_the_run_and_is_named(endless, start):
     run = start(*endless)
     run.wait_until(lambda: in_third_step(run))
     victim = pid_of_actor(run)
@@ -161,9 +154,7 @@ def test_killed_actor_ends_the_run_and_is_named(endless: list[str], start: Calla
     assert "its process was killed" in output and "Traceback (most recent call last)" not in output
 
 
-def test_a_killed_raylet_leaves_one_sentence_a_summary_and_the_last_checkpoint(
-    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_a_killed_raylet_leaves_one_sentence_a_summary_and_the_last_checkpoint(endless, one_device, start):
     """Ray ends a driver whose raylet is gone within one of its calls: often before the driver has seen it."""
     run = start(*endless, *one_device, "trainer.save_freq=1")
     run.wait_until(lambda: in_third_step(run))
@@ -172,9 +163,7 @@ def test_a_killed_raylet_leaves_one_sentence_a_summary_and_the_last_checkpoint(
     assert_says_how_it_ended(assert_ends(run, 1), RunFiles(run.folder, "endless"))
 
 
-def test_a_killed_process_of_ray_before_the_first_step_leaves_a_sentence(
-    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_a_killed_process_of_ray_before_the_first_step_leaves_a_sentence(endless, one_device, start):
     run = start(*endless, *one_device)
     run.wait_until(lambda: "start workers ..." in run.output)
     (process,) = run.running("raylet/raylet")
@@ -185,8 +174,8 @@ def test_a_killed_process_of_ray_before_the_first_step_leaves_a_sentence(
 
 
 def test_watchdog_names_a_stopped_process_and_ends_the_run_with_valid_checkpoints(
-    endless: list[str], dense_reward: list[str], start: Callable[..., CliRun], tmp_path: Path
-) -> None:
+    endless, dense_reward, start, tmp_path
+):
     """The process is stopped in the middle of the third step, before the next call of the actor."""
     paused = tmp_path / "paused"
     env = {PAUSE_AT: str(2 * SAMPLES + 5), PAUSED: str(paused)}
@@ -212,9 +201,7 @@ def test_watchdog_names_a_stopped_process_and_ends_the_run_with_valid_checkpoint
         store.verify(store.root / f"global_step_{step}", ("actor",))
 
 
-def test_dead_replicas_are_replaced_and_the_run_is_saved_if_all_die(
-    endless: list[str], start_alone: Callable[..., CliRun]
-) -> None:
+def test_dead_replicas_are_replaced_and_the_run_is_saved_if_all_die(endless, start_alone):
     deadly = f"reward.custom_reward_function.path={Path(__file__).with_name('deadly_reward.py')}"
     run = start_alone(
         *endless, deadly, "reward.custom_reward_function.name=score", "reward.num_workers=0", "trainer.save_freq=1000"
@@ -232,9 +219,7 @@ def test_dead_replicas_are_replaced_and_the_run_is_saved_if_all_die(
     assert "global_step_4; resume from there" in run.output
 
 
-def test_exception_in_a_worker_ends_the_run(
-    endless: list[str], one_device: list[str], dense_reward: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_exception_in_a_worker_ends_the_run(endless, one_device, dense_reward, start):
     # The first optimizer step makes the weights huge; the gradient of the next one is not finite.
     run = start(
         *(*endless, *one_device, *dense_reward, "actor_rollout_ref.actor.optim.lr=1e30"),
@@ -246,9 +231,7 @@ def test_exception_in_a_worker_ends_the_run(
     assert "max_skipped_steps=0" in run.output and "--- traceback of actor rank 0 ---" in run.output
 
 
-def test_exception_in_the_reward_function_ends_the_run_and_shows_the_sample(
-    endless: list[str], one_device: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_exception_in_the_reward_function_ends_the_run_and_shows_the_sample(endless, one_device, start):
     run = start(
         *(
             *endless,
@@ -266,7 +249,7 @@ def test_exception_in_the_reward_function_ends_the_run_and_shows_the_sample(
     assert "Traceback" not in output
 
 
-def test_more_devices_than_the_machine_has_are_refused(small: list[str], start: Callable[..., CliRun]) -> None:
+def test_more_devices_than_the_machine_has_are_refused(small, start):
     run = start(
         *("--config-name", "quickstart", *small, "trainer.n_gpus_per_node=1000"),
         *("actor_rollout_ref.actor.megatron.data_parallel_size=1", "critic.megatron.data_parallel_size=1"),

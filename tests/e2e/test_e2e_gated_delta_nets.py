@@ -1,33 +1,28 @@
 """GRPO on models with gated delta nets: the engine's log-probs, verified syncs, an exact resume, and adapters."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
 from safetensors.torch import load_file
 from support.arithmetic_task import make_task
-from support.cli_runs import CliRun, RunFiles, assert_finite, reproducible
+from support.cli_runs import RunFiles, assert_finite, reproducible
 
 SIZES = ("--largest", "9", "--num-test", "20", "--lessons", "60", "60", "--pairs", "40", "10")
 LAYOUT = "actor_rollout_ref.actor.megatron"
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> Callable[[str], Path]:
+def models(tmp_path_factory):
     return lambda family: make_task(tmp_path_factory.mktemp(family), "--family", family, *SIZES) / "model"
 
 
 @pytest.fixture(scope="module")
-def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
+def arguments(small, dense_reward):
     return [
         *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.experiment_name=hybrid"),
         *("trainer.val_before_train=false", "trainer.test_freq=-1", "sync.verify_freq=1"),
     ]
 
 
-def check_steps(run: CliRun, steps: int) -> RunFiles:
+def check_steps(run, steps):
     """Rewards of random answers differ, so each step has a gradient."""
     assert run.wait() == 0, run.output
     files = RunFiles(run.folder, "hybrid")
@@ -39,9 +34,7 @@ def check_steps(run: CliRun, steps: int) -> RunFiles:
     return files
 
 
-def test_a_resumed_run_repeats_the_third_step(
-    arguments: list[str], models: Callable[[str], Path], start: Callable[..., CliRun]
-) -> None:
+def test_a_resumed_run_repeats_the_third_step(arguments, models, start):
     """Qwen3-Next with experts at TP=2; bit for bit."""
     keys = [*arguments, f"actor_rollout_ref.model.path={models('qwen3_next')}", "trainer.total_training_steps=3"]
     whole = check_steps(start(*keys, "trainer.save_freq=2", "trainer.max_actor_ckpt_to_keep=9"), 3)
@@ -51,9 +44,7 @@ def test_a_resumed_run_repeats_the_third_step(
     assert reproducible(RunFiles(run.folder, "hybrid").steps[3]) == reproducible(whole.steps[3])
 
 
-def test_adapters_train_the_projections_only(
-    arguments: list[str], models: Callable[[str], Path], start: Callable[..., CliRun]
-) -> None:
+def test_adapters_train_the_projections_only(arguments, models, start):
     """Qwen3.5 at PP=2, and the merged model as a folder."""
     model = models("qwen3_5")
     layout = (f"{LAYOUT}.tensor_model_parallel_size=1", f"{LAYOUT}.pipeline_model_parallel_size=2")

@@ -1,16 +1,12 @@
 """GRPO on gpt-oss from experts in MXFP4: the engine's log-probs, verified syncs, and an export in plain weights."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import transformers
 from safetensors.torch import load_file
 from support.arithmetic_task import make_task
-from support.cli_runs import CliRun, RunFiles, assert_finite
+from support.cli_runs import RunFiles, assert_finite
 from support.mxfp4_folders import quantize_experts
 
 SIZES = ("--largest", "9", "--num-test", "20", "--lessons", "60", "60", "--pairs", "40", "10")
@@ -18,15 +14,13 @@ LAYOUT = "actor_rollout_ref.actor.megatron"
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def model(tmp_path_factory):
     folder = make_task(tmp_path_factory.mktemp("gpt_oss"), "--family", "gpt_oss", *SIZES) / "model"
     quantize_experts(folder)
     return folder
 
 
-def test_a_run_from_mxfp4_exports_trained_weights(
-    small: list[str], dense_reward: list[str], model: Path, start: Callable[..., CliRun]
-) -> None:
+def test_a_run_from_mxfp4_exports_trained_weights(small, dense_reward, model, start):
     """Two tensor-parallel ranks with half of the experts each."""
     run = start(
         *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.experiment_name=gpt_oss"),

@@ -1,18 +1,14 @@
 """GRPO from the command line: separate reference workers, all trackers, and a reward function that often fails."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from reward_functions import PAUSE_AT, PAUSED
 from safetensors.torch import load_file
-from support.cli_runs import ONE_BY_ONE, REWARDS, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from support.cli_runs import ONE_BY_ONE, REWARDS, RunFiles, assert_finite, read_jsonl, reproducible
 from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
 STEPS, SAMPLES = 3, 48
@@ -21,7 +17,7 @@ ALIGNMENT = "algorithm.repr_align.ref_alignment"
 
 
 @pytest.fixture(scope="module")
-def arguments(small: list[str]) -> list[str]:
+def arguments(small):
     """Actor at PP=2, reference at TP=2, engine in FP8; the reward function fails for even sums."""
     return [
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=grpo"),
@@ -46,7 +42,7 @@ def arguments(small: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def grpo(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
+def grpo(arguments, start):
     """An uninterrupted run without checkpoints."""
     run = start(
         *arguments,
@@ -60,11 +56,11 @@ def grpo(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
 
 
 @pytest.fixture(scope="module")
-def answers(grpo: RunFiles) -> dict[int, list[dict[str, Any]]]:
+def answers(grpo):
     return {step: read_jsonl(grpo.folder / "rollouts" / f"{step}.jsonl") for step in grpo.steps}
 
 
-def test_metrics_of_a_run_without_critic(grpo: RunFiles) -> None:
+def test_metrics_of_a_run_without_critic(grpo):
     assert list(grpo.steps) == [1, 2, 3]
     for row in grpo.steps.values():
         assert_finite(row)
@@ -73,7 +69,7 @@ def test_metrics_of_a_run_without_critic(grpo: RunFiles) -> None:
         assert row["actor/kl_coef"] == 0.01
 
 
-def test_rollout_correction_of_an_engine_in_fp8(grpo: RunFiles) -> None:
+def test_rollout_correction_of_an_engine_in_fp8(grpo):
     for row in grpo.steps.values():
         # FP8 has 4 significant bits: log-prob errors are a few hundredths, and rarely 0.2 (k2 = 0.02).
         assert 5e-3 < row["training/rollout_log_probs_diff_mean"] < 0.1
@@ -83,13 +79,13 @@ def test_rollout_correction_of_an_engine_in_fp8(grpo: RunFiles) -> None:
         assert 0 <= row["rollout_corr/rollout_rs_masked_fraction"] < 0.2
 
 
-def test_reference_with_another_layout_is_the_initial_policy(grpo: RunFiles) -> None:
+def test_reference_with_another_layout_is_the_initial_policy(grpo):
     losses = [row["actor/kl_loss"] for row in grpo.steps.values()]
     # In step 1 the KL of the first mini-batch is 0; the second one comes after a single optimizer step.
     assert 0 <= losses[0] < losses[1] < losses[2]
 
 
-def test_reference_quality_and_alignment_rewards(grpo: RunFiles) -> None:
+def test_reference_quality_and_alignment_rewards(grpo):
     # The quality weight warms up over 2 of the 3 steps; the alignment weight is constant.
     assert [row["ref_quality/weight"] for row in grpo.steps.values()] == pytest.approx([0.15, 0.3, 0.3])
     for row in grpo.steps.values():
@@ -105,15 +101,13 @@ def test_reference_quality_and_alignment_rewards(grpo: RunFiles) -> None:
         assert row["timing_s/repr_align"] > 0
 
 
-def test_rollout_dumps_have_the_keys_of_verl(answers: dict[int, list[dict[str, Any]]]) -> None:
+def test_rollout_dumps_have_the_keys_of_verl(answers):
     for step, rows in answers.items():
         assert len(rows) == SAMPLES
         assert all({"input", "output", "gts", "score", "step"} <= row.keys() and row["step"] == step for row in rows)
 
 
-def test_failed_rewards_are_counted_and_not_scored_as_zero(
-    grpo: RunFiles, answers: dict[int, list[dict[str, Any]]]
-) -> None:
+def test_failed_rewards_are_counted_and_not_scored_as_zero(grpo, answers):
     for step, row in grpo.steps.items():
         scored = [answer["score"] for answer in answers[step] if int(answer["gts"]) % 2]
         failed = [answer["score"] for answer in answers[step] if int(answer["gts"]) % 2 == 0]
@@ -125,21 +119,21 @@ def test_failed_rewards_are_counted_and_not_scored_as_zero(
     assert before["val-aux/failed_rewards"] > 0 and before["val-core/arithmetic/reward/mean@1"] >= 1
 
 
-def test_tensorboard_values_equal_the_metrics_file(grpo: RunFiles) -> None:
+def test_tensorboard_values_equal_the_metrics_file(grpo):
     events = EventAccumulator(str(grpo.newest / "tensorboard")).Reload()
     for name in ("critic/score/mean", "actor/kl_loss", "actor/grad_norm"):
         values = {event.step: event.value for event in events.Scalars(name)}
         assert values == pytest.approx({step: row[name] for step, row in grpo.steps.items()}, rel=1e-6)
 
 
-def test_wandb_writes_an_offline_run(grpo: RunFiles) -> None:
+def test_wandb_writes_an_offline_run(grpo):
     (file,) = grpo.newest.glob("wandb/offline-run-*/run-*.wandb")
     content = file.read_bytes()
     assert b"critic/score/mean" in content and b"actor/kl_loss" in content
 
 
 @pytest.fixture(scope="module")
-def ended(arguments: list[str], start: Callable[..., CliRun], tmp_path_factory: pytest.TempPathFactory) -> list[CliRun]:
+def ended(arguments, start, tmp_path_factory):
     """The same run with background saves, ended in the middle of its first step by SIGTERM, of its second by SIGHUP."""
     folder, runs = tmp_path_factory.mktemp("ended"), []
     for number in (signal.SIGTERM, signal.SIGHUP):
@@ -161,7 +155,7 @@ SAVING = [
 ]
 
 
-def test_signals_save_a_checkpoint_and_print_how_to_resume(ended: list[CliRun]) -> None:
+def test_signals_save_a_checkpoint_and_print_how_to_resume(ended):
     files = RunFiles(ended[0].folder, "grpo")
     folders = [files.root / "checkpoints" / f"global_step_{step}" for step in (1, ENDED_IN_STEP)]
     for step, (run, folder, name) in enumerate(zip(ended, folders, ("SIGTERM", "SIGHUP"), strict=True), 1):
@@ -172,7 +166,7 @@ def test_signals_save_a_checkpoint_and_print_how_to_resume(ended: list[CliRun]) 
     assert [path.name for path in folders[0].parent.glob("*global_step*")] == [folders[1].name], "the last one is kept"
 
 
-def test_checkpoint_has_config_versions_manifest_and_hf_export(ended: list[CliRun]) -> None:
+def test_checkpoint_has_config_versions_manifest_and_hf_export(ended):
     files = RunFiles(ended[-1].folder, "grpo")
     folder = files.root / "checkpoints" / f"global_step_{ENDED_IN_STEP}"
     assert (folder / "config.yaml").read_text(encoding="utf-8") == (files.newest / "config.yaml").read_text(
@@ -190,9 +184,7 @@ def test_checkpoint_has_config_versions_manifest_and_hf_export(ended: list[CliRu
     assert listed.keys() == present - {"manifest.json"}
 
 
-def test_run_ended_by_signals_resumes_bit_exact(
-    arguments: list[str], ended: list[CliRun], grpo: RunFiles, start: Callable[..., CliRun]
-) -> None:
+def test_run_ended_by_signals_resumes_bit_exact(arguments, ended, grpo, start):
     run = start(*arguments, *SAVING, folder=ended[-1].folder)
     assert run.wait() == 0, run.output
     again = RunFiles(ended[-1].folder, "grpo")

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 from safetensors import safe_open
-from support.cli_runs import CliRun, RunFiles, assert_finite, reproducible
+from support.cli_runs import RunFiles, assert_finite, reproducible
 
 from megarl.base.checkpoint_files import read_index
 from megarl.convert.command import main
@@ -23,7 +22,7 @@ OTHER_LAYOUT = [
 
 
 @pytest.fixture(scope="module")
-def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
+def arguments(small, dense_reward):
     return [
         *("--config-name", "quickstart", *small, *dense_reward, "trainer.experiment_name=lora"),
         *(f"{MODEL}.lora_rank=4", f"{MODEL}.lora_alpha=8", f"{MODEL}.exclude_modules=[k_proj]"),
@@ -37,13 +36,13 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def trained(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
+def trained(arguments, start):
     run = start(*arguments)
     assert run.wait() == 0, run.output
     return RunFiles(run.folder, "lora")
 
 
-def test_engines_sample_from_each_new_policy(trained: RunFiles) -> None:
+def test_engines_sample_from_each_new_policy(trained):
     """The trainer's log-probs of the samples are the engine's, and the policy leaves its base from step to step."""
     penalties = [row["actor/reward_kl_penalty"] for row in trained.steps.values()]
     assert penalties[0] == 0, "the reference is the same model without adapters"
@@ -55,7 +54,7 @@ def test_engines_sample_from_each_new_policy(trained: RunFiles) -> None:
 
 
 @pytest.mark.parametrize(("role", "rank", "head"), [("actor", 4, set()), ("critic", 2, {"score.weight"})])
-def test_checkpoints_have_adapters_only(trained: RunFiles, role: str, rank: int, head: set[str]) -> None:
+def test_checkpoints_have_adapters_only(trained, role, rank, head):
     folder = _checkpoint(trained.folder, 3) / role
     names = {key.partition("/")[2] for key in read_index(folder).state_dict_metadata}
     assert names and all("lora_" in name for name in names - head) and head <= names
@@ -64,9 +63,7 @@ def test_checkpoints_have_adapters_only(trained: RunFiles, role: str, rank: int,
     assert state["lora"]["rank"] == rank and len(state["base"]["weights"]) == 32
 
 
-def test_resume_in_another_layout_continues_exactly(
-    trained: RunFiles, arguments: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_resume_in_another_layout_continues_exactly(trained, arguments, start):
     checkpoint = _checkpoint(trained.folder, 2)
     run = start(*arguments, *OTHER_LAYOUT, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     assert run.wait() == 0, run.output
@@ -76,7 +73,7 @@ def test_resume_in_another_layout_continues_exactly(
             assert again[name] == pytest.approx(value, rel=1e-3, abs=1e-5), name
 
 
-def test_checkpoint_converts_to_pefts_format(trained: RunFiles, tmp_path: Path) -> None:
+def test_checkpoint_converts_to_pefts_format(trained, tmp_path):
     assert main(["megatron-to-peft", str(_checkpoint(trained.folder, 3)), str(tmp_path / "peft")]) == 0
     config = json.loads((tmp_path / "peft" / "adapter_config.json").read_text(encoding="utf-8"))
     assert (config["r"], config["lora_alpha"], config["use_dora"]) == (4, 8, True)
@@ -85,6 +82,6 @@ def test_checkpoint_converts_to_pefts_format(trained: RunFiles, tmp_path: Path) 
         assert all(name.startswith("base_model.model.model.layers.") for name in file.keys())  # noqa: SIM118
 
 
-def _checkpoint(folder: Path, step: int) -> Path:
+def _checkpoint(folder, step):
     found: Path = next(folder.rglob(f"global_step_{step}"))
     return found

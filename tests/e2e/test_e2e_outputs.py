@@ -1,12 +1,7 @@
 """A second run beside the checkpoints and the exported policy of a first one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-
 import pytest
-from support.cli_runs import CliRun, RunFiles
+from support.cli_runs import RunFiles
 
 KEPT = ("trainer.save_freq=40", "trainer.hf_export_dir=outputs/quickstart/trained")
 """As launch/quickstart.sh."""
@@ -14,22 +9,20 @@ ROLLOUTS = "trainer.rollout_data_dir=outputs/quickstart/rollouts"
 
 
 @pytest.fixture
-def quickstart(small: list[str]) -> list[str]:
+def quickstart(small):
     tiny = ["trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"]
     tiny += ["actor_rollout_ref.actor.use_kl_loss=false", "trainer.val_before_train=false", "trainer.test_freq=-1"]
     return ["--config-name", "quickstart_grpo", *small, *tiny, "trainer.experiment_name=quickstart"]
 
 
-def work(root: Path) -> dict[str, bytes]:
+def work(root):
     """Files of the checkpoints, of the exported policy and of the responses."""
     folders = (root / "checkpoints", root / "trained", root / "rollouts")
     files = [path for folder in folders for path in folder.rglob("*") if path.is_file()]
     return {str(path.relative_to(root)): path.read_bytes() for path in files}
 
 
-def test_a_later_run_keeps_the_work_of_an_earlier_one(
-    quickstart: list[str], start: Callable[..., CliRun], tmp_path: Path
-) -> None:
+def test_a_later_run_keeps_the_work_of_an_earlier_one(quickstart, start, tmp_path):
     kept = [*quickstart, *KEPT, ROLLOUTS]
     first = start(*kept, "trainer.total_training_steps=3", folder=tmp_path)
     assert first.wait() == 0, first.output

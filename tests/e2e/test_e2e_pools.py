@@ -1,13 +1,10 @@
 """Jobs whose roles have devices of their own: PPO equals PPO on shared devices, and replicas sync one by one."""
 
-from __future__ import annotations
-
-from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 import ray
-from support.cli_runs import CliRun, RunFiles, assert_finite, reproducible
+from support.cli_runs import RunFiles, assert_finite, reproducible
 from support.documented_metrics import undocumented
 from uid_recorder import RECORDER, trained_groups
 
@@ -20,7 +17,7 @@ PASSES, UPDATES = ("old_log_prob", "ref", "values"), ("update_critic", "update_a
 
 
 @pytest.fixture(scope="module")
-def cluster_of_three(forked_workers: None) -> Iterator[dict[str, str]]:
+def cluster_of_three(forked_workers):
     """A Ray with three CPU slots on any number of cores, as the environment of the jobs that join it.
 
     The jobs' workers are forks of the shared server, like those of a job with a Ray of its own.
@@ -34,9 +31,7 @@ def cluster_of_three(forked_workers: None) -> Iterator[dict[str, str]]:
         }
 
 
-def test_roles_on_their_own_devices_train_like_roles_that_share(
-    small: list[str], dense_reward: list[str], start: Callable[..., CliRun], cluster_of_three: dict[str, str]
-) -> None:
+def test_roles_on_their_own_devices_train_like_roles_that_share(small, dense_reward, start, cluster_of_three):
     arguments = [
         *("--config-name", "quickstart", *small, *dense_reward, f"trainer.total_training_steps={STEPS}"),
         *("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"),
@@ -80,9 +75,7 @@ def test_roles_on_their_own_devices_train_like_roles_that_share(
     assert all(max(begin[name][step] for name in PASSES) < min(end[name][step] for name in PASSES) for step in range(3))
 
 
-def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(
-    small: list[str], start: Callable[..., CliRun], cluster_of_three: dict[str, str]
-) -> None:
+def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(small, start, cluster_of_three):
     run = start(
         RECORDER,
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=rolling", "sync.verify_freq=1"),

@@ -13,7 +13,6 @@ import stat
 import subprocess
 import zipfile
 from collections import Counter
-from collections.abc import Callable, Iterator
 from html.parser import HTMLParser
 from itertools import pairwise
 from pathlib import Path
@@ -23,7 +22,7 @@ import pytest
 import torch
 from reward_functions import FULL_FOLDER, FULL_FROM, FULL_UNTIL, PAUSE_AT, PAUSED
 from safetensors.torch import load_file
-from support.cli_runs import ROOT, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from support.cli_runs import ROOT, RunFiles, assert_finite, read_jsonl, reproducible
 from support.documented_metrics import undocumented
 from support.listeners import assert_on_loopback, listening_processes
 from transformers import AutoModelForCausalLM, AutoTokenizer
@@ -103,7 +102,7 @@ TRACED = [
 
 
 @pytest.fixture(scope="module")
-def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
+def arguments(small, dense_reward):
     """Actor at TP=2 with sequence parallelism and the reference in host memory; critic at DP=2; KL in the reward."""
     return [
         *("--config-name", "quickstart", *small, *dense_reward),
@@ -121,11 +120,11 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
 
 @pytest.fixture(scope="module")
 def whole_run(
-    arguments: list[str],
-    start: Callable[..., CliRun],
-    shared_server: dict[str, str],
-    tmp_path_factory: pytest.TempPathFactory,
-) -> Iterator[CliRun]:
+    arguments,
+    start,
+    shared_server,
+    tmp_path_factory,
+):
     """An uninterrupted run; if mounting is permitted, the checkpoint disk is full during one step."""
     folder = tmp_path_factory.mktemp("whole")
     checkpoints = folder / "outputs" / "ppo" / "checkpoints"
@@ -147,22 +146,22 @@ def whole_run(
 
 
 @pytest.fixture(scope="module")
-def whole(whole_run: CliRun) -> RunFiles:
+def whole(whole_run):
     return RunFiles(whole_run.folder, "ppo")
 
 
-def test_every_step_has_the_metrics_of_verl(whole: RunFiles) -> None:
+def test_every_step_has_the_metrics_of_verl(whole):
     assert list(whole.steps) == list(range(1, STEPS + 1))
     for row in whole.steps.values():
         assert set(METRICS) <= row.keys(), set(METRICS) - row.keys()
         assert_finite(row)
 
 
-def test_every_metric_is_documented(whole: RunFiles) -> None:
+def test_every_metric_is_documented(whole):
     assert not undocumented(name for row in whole.metrics for name in row)
 
 
-def test_every_process_has_a_log_file(whole: RunFiles) -> None:
+def test_every_process_has_a_log_file(whole):
     logs = {path.stem: path.read_text(encoding="utf-8") for path in (whole.newest / "logs").glob("*.log")}
     processes = {f"{role}-{rank}" for role in ("actor", "critic", "rollout") for rank in range(2)}
     assert {"driver", "reward-0", *processes} <= logs.keys()
@@ -172,7 +171,7 @@ def test_every_process_has_a_log_file(whole: RunFiles) -> None:
     assert "driver ends" in logs["driver"]
 
 
-def test_validation_before_training_at_its_frequency_and_after_the_last_step(whole: RunFiles) -> None:
+def test_validation_before_training_at_its_frequency_and_after_the_last_step(whole):
     name = "val-core/arithmetic/reward/mean@1"
     validated = {int(row["step"]): row[name] for row in whole.metrics if name in row}
     assert list(validated) == [0, 2, 4, 5]
@@ -184,7 +183,7 @@ def test_validation_before_training_at_its_frequency_and_after_the_last_step(who
     assert whole.summary["val_accuracy_after"] == validated[5]
 
 
-def test_metrics_agree_with_the_dumped_responses(whole: RunFiles) -> None:
+def test_metrics_agree_with_the_dumped_responses(whole):
     for step, row in whole.steps.items():
         answers = read_jsonl(whole.folder / "rollouts" / f"{step}.jsonl")
         assert len(answers) == SAMPLES and {answer["step"] for answer in answers} == {step}
@@ -198,7 +197,7 @@ def test_metrics_agree_with_the_dumped_responses(whole: RunFiles) -> None:
         assert answers[0]["gts"] == str(a + b)
 
 
-def test_reference_is_frozen_and_the_kl_coefficient_adapts(whole: RunFiles) -> None:
+def test_reference_is_frozen_and_the_kl_coefficient_adapts(whole):
     rows = list(whole.steps.values())
     assert rows[0]["actor/reward_kl_penalty"] == 0 and rows[0]["actor/reward_kl_penalty_coeff"] == 0.001
     assert abs(rows[-1]["actor/reward_kl_penalty"]) > 1e-4
@@ -209,7 +208,7 @@ def test_reference_is_frozen_and_the_kl_coefficient_adapts(whole: RunFiles) -> N
         assert following["actor/reward_kl_penalty_coeff"] == pytest.approx(expected, rel=1e-12)
 
 
-def test_engine_generates_with_the_weights_of_each_step(whole: RunFiles) -> None:
+def test_engine_generates_with_the_weights_of_each_step(whole):
     for row in whole.steps.values():
         assert row["training/rollout_probs_diff_max"] < 1e-5
         assert row["weight_sync/bytes"] > 0
@@ -218,7 +217,7 @@ def test_engine_generates_with_the_weights_of_each_step(whole: RunFiles) -> None
     assert not any("training/rollout_mismatch_excess" in row for row in later)
 
 
-def test_rank_balance_is_recorded_and_reported(whole: RunFiles) -> None:
+def test_rank_balance_is_recorded_and_reported(whole):
     """The actor has one data-parallel rank of two processes; the critic has two data-parallel ranks."""
     balance = read_balance(whole.newest / "balance.jsonl")
     assert list(balance) == list(whole.steps)
@@ -234,7 +233,7 @@ def test_rank_balance_is_recorded_and_reported(whole: RunFiles) -> None:
     assert maps["critic/update_critic_s"]["steps"] == list(whole.steps) and "actor/tokens" not in maps
 
 
-def test_summary_has_all_figures(whole: RunFiles) -> None:
+def test_summary_has_all_figures(whole):
     summary = whole.summary
     assert summary["steps"] == STEPS
     for name in ("train_seconds", "wall_seconds", "rollout_tokens_per_s", "update_tokens_per_s"):
@@ -243,11 +242,11 @@ def test_summary_has_all_figures(whole: RunFiles) -> None:
     assert (whole.folder / summary["hf_dir"] / "config.json").is_file() and Path(summary["report"]).is_file()
 
 
-def test_report_is_self_contained(whole: RunFiles) -> None:
+def test_report_is_self_contained(whole):
     addresses: list[str] = []
 
     class Page(HTMLParser):
-        def handle_starttag(self, tag: str, attrs: list[tuple[str, str | None]]) -> None:
+        def handle_starttag(self, tag, attrs):
             addresses.extend(value or "" for name, value in attrs if name in ("src", "href", "action", "srcset"))
 
     text = (whole.newest / "report.html").read_text(encoding="utf-8")
@@ -261,7 +260,7 @@ def test_report_is_self_contained(whole: RunFiles) -> None:
     assert {"torch", "command"} <= {row["key"] for row in data["environment"]}
 
 
-def test_sampled_responses_have_values_per_token(whole: RunFiles) -> None:
+def test_sampled_responses_have_values_per_token(whole):
     for step in whole.steps:
         for answer in read_jsonl(whole.newest / "samples" / "train" / f"{step}.jsonl"):
             tokens = TokenValues.decode(answer["tokens"], len(answer["output"]))
@@ -270,7 +269,7 @@ def test_sampled_responses_have_values_per_token(whole: RunFiles) -> None:
             assert abs(tokens.columns["difference"]).max() < 1e-4 and tokens.columns["log_prob"].max() <= 0
 
 
-def test_timeline_shows_every_phase_on_every_rank(whole: RunFiles) -> None:
+def test_timeline_shows_every_phase_on_every_rank(whole):
     path = whole.newest / "timeline" / "trace.json"
     events = json.loads(path.read_text(encoding="utf-8"))
     assert events == read_trace(whole.newest), "complete, one event per line"
@@ -294,14 +293,14 @@ def test_timeline_shows_every_phase_on_every_rank(whole: RunFiles) -> None:
     assert {"memory MiB", "replica 0 requests", "replica 1 requests", "requests waiting"} <= numbers
 
 
-def test_profile_of_the_configured_step_and_rank(whole: RunFiles) -> None:
+def test_profile_of_the_configured_step_and_rank(whole):
     (profile,) = (whole.newest / "profile").iterdir()
     assert profile.name == f"actor-1-step{PROFILED_STEP}.json.gz"
     names = {event.get("name") for event in json.loads(gzip.decompress(profile.read_bytes()))["traceEvents"]}
     assert "aten::mm" in names and any(str(name).startswith("Optimizer.step") for name in names)
 
 
-def test_no_file_of_the_run_has_a_secret_or_is_readable_by_others(whole: RunFiles) -> None:
+def test_no_file_of_the_run_has_a_secret_or_is_readable_by_others(whole):
     """Checkpoints, logs, report and console output of a run that got a key, a password and a variable."""
     made_by_test = {whole.folder, whole.root.parent, whole.root, whole.root / "checkpoints"}
     paths = [path for path in whole.folder.rglob("*") if not path.is_symlink() and path not in made_by_test]
@@ -323,7 +322,7 @@ def test_no_file_of_the_run_has_a_secret_or_is_readable_by_others(whole: RunFile
     assert f"access_token: ${{oc.env:{KEY_VARIABLE}}}" in stored and "api_key: <redacted>" in stored
 
 
-def unpacked(path: Path) -> bytes:
+def unpacked(path):
     """Return the content of a file, with that of compressed parts."""
     content = path.read_bytes()
     if path.suffix == ".gz":
@@ -337,14 +336,14 @@ def unpacked(path: Path) -> bytes:
     return content
 
 
-def test_old_checkpoints_are_removed(whole: RunFiles) -> None:
+def test_old_checkpoints_are_removed(whole):
     root = whole.root / "checkpoints"
     assert sorted(path.name for path in root.glob("global_step_*")) == [f"global_step_{step}" for step in (3, 4, 5)]
     assert [(root / f"global_step_{step}" / "critic").is_dir() for step in (3, 4, 5)] == [False, True, True]
     assert (root / "latest_checkpointed_iteration.txt").read_text(encoding="utf-8") == "5\n"
 
 
-def test_training_continues_after_a_failed_save_on_a_full_disk(whole: RunFiles, whole_run: CliRun) -> None:
+def test_training_continues_after_a_failed_save_on_a_full_disk(whole, whole_run):
     if not os.path.ismount(whole.root / "checkpoints"):
         pytest.skip("no permission to mount a file system")
     output = " ".join(whole_run.output.split())
@@ -356,8 +355,8 @@ def test_training_continues_after_a_failed_save_on_a_full_disk(whole: RunFiles, 
 
 
 def test_resume_in_another_layout_is_equal_within_rounding_and_survives_a_rank_killed_during_save(
-    arguments: list[str], whole: RunFiles, start: Callable[..., CliRun], tmp_path: Path
-) -> None:
+    arguments, whole, start, tmp_path
+):
     """Resume the second last checkpoint, actor TP2 to PP2 and critic DP2 to TP2; then a rank dies during the save."""
     saved = tmp_path / "outputs" / "ppo" / "checkpoints"
     shutil.copytree(whole.root / "checkpoints" / f"global_step_{STEPS - 1}", saved / f"global_step_{STEPS - 1}")
@@ -385,7 +384,7 @@ def test_resume_in_another_layout_is_equal_within_rounding_and_survives_a_rank_k
     assert store.resolve("auto", None, ("actor", "critic")) == saved / f"global_step_{STEPS - 1}"
 
 
-def test_exported_policy_repeats_the_last_validation_with_transformers(whole: RunFiles) -> None:
+def test_exported_policy_repeats_the_last_validation_with_transformers(whole):
     tokenizer = AutoTokenizer.from_pretrained(whole.folder / "hf")
     model = AutoModelForCausalLM.from_pretrained(whole.folder / "hf", dtype=torch.float32).eval()
     before, after = (read_jsonl(whole.folder / "validation" / f"{step}.jsonl") for step in (0, STEPS))
@@ -400,9 +399,7 @@ def test_exported_policy_repeats_the_last_validation_with_transformers(whole: Ru
         assert tokenizer.decode(generated[0, ids.shape[1] :], skip_special_tokens=True) == answer["output"]
 
 
-def test_killed_run_resumes_bit_exact(
-    arguments: list[str], whole: RunFiles, start: Callable[..., CliRun], tmp_path: Path
-) -> None:
+def test_killed_run_resumes_bit_exact(arguments, whole, start, tmp_path):
     paused = tmp_path / "paused"
     pause_at = (KILLED_IN_STEP - 1) * SAMPLES + SAMPLES // 2  # half of the responses of the step are scored
     arguments = [*arguments, *IN_BACKGROUND]  # the uninterrupted run waits for each save
@@ -431,7 +428,7 @@ def test_killed_run_resumes_bit_exact(
     assert_equal_runs(again, whole)
 
 
-def assert_equal_files(actual: Path, expected: Path) -> None:
+def assert_equal_files(actual, expected):
     """Compare texts, or arrays except weight versions, which a resumed run counts from 0 again."""
     if actual.suffix != ".npz":
         assert actual.read_text(encoding="utf-8") == expected.read_text(encoding="utf-8")
@@ -442,7 +439,7 @@ def assert_equal_files(actual: Path, expected: Path) -> None:
             np.testing.assert_array_equal(actual_arrays[name], expected_arrays[name])
 
 
-def assert_equal_runs(actual: RunFiles, expected: RunFiles) -> None:
+def assert_equal_runs(actual, expected):
     """Check that all metrics, responses and final weights are equal, bit for bit."""
     rows, expected_rows = ([reproducible(row) for row in run.metrics] for run in (actual, expected))
     assert [row["step"] for row in rows] == [row["step"] for row in expected_rows]
@@ -459,9 +456,7 @@ def assert_equal_runs(actual: RunFiles, expected: RunFiles) -> None:
     assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
 
-def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(
-    dense_reward: list[str], task: Path, whole: RunFiles, start: Callable[..., CliRun]
-) -> None:
+def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(dense_reward, task, whole, start):
     run = start(
         *("--config-name", "quickstart_evaluate", f"data.val_files={task}/data/test.parquet", *dense_reward),
         *(f"actor_rollout_ref.model.path={whole.root}/latest", "trainer.validation_data_dir=evaluated"),
@@ -473,9 +468,7 @@ def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(
     assert next(answers) == next(answers)
 
 
-def test_val_only_evaluates_the_exported_policy_without_training(
-    small: list[str], dense_reward: list[str], whole: RunFiles, start: Callable[..., CliRun]
-) -> None:
+def test_val_only_evaluates_the_exported_policy_without_training(small, dense_reward, whole, start):
     run = start(
         *("--config-name", "quickstart", *small, *dense_reward, "trainer.experiment_name=validation"),
         *(f"actor_rollout_ref.model.path={whole.folder}/hf", "actor_rollout_ref.rollout.replicas=1"),

@@ -1,18 +1,15 @@
 """Dynamic sampling and best-of-n from the command line, and resume in the middle of a generation batch."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 
 import pytest
-from support.cli_runs import REWARDS, CliRun, RunFiles, assert_finite, read_jsonl, reproducible
+from support.cli_runs import REWARDS, RunFiles, assert_finite, read_jsonl, reproducible
 
 PROMPTS, SAMPLES, KEPT = 24, 4, 2
 
 
 @pytest.fixture(scope="module")
-def arguments(small: list[str]) -> list[str]:
+def arguments(small):
     return [
         *("--config-name", "quickstart_grpo", *small, "trainer.experiment_name=selection"),
         *("trainer.total_training_steps=3", "trainer.test_freq=-1", "trainer.val_before_train=false"),
@@ -24,13 +21,13 @@ def arguments(small: list[str]) -> list[str]:
 
 
 @pytest.fixture(scope="module")
-def selection(arguments: list[str], start: Callable[..., CliRun]) -> RunFiles:
+def selection(arguments, start):
     run = start(*arguments, "trainer.save_freq=1", "trainer.max_actor_ckpt_to_keep=null")
     assert run.wait() == 0, run.output
     return RunFiles(run.folder, "selection")
 
 
-def test_every_batch_is_full_of_groups_with_differing_scores(selection: RunFiles) -> None:
+def test_every_batch_is_full_of_groups_with_differing_scores(selection):
     for step, row in selection.steps.items():
         assert_finite(row)
         assert row["train/num_gen_batches"] >= 2 and row["filter_groups/filled"] == 0
@@ -43,9 +40,7 @@ def test_every_batch_is_full_of_groups_with_differing_scores(selection: RunFiles
         assert row["critic/score/mean"] == pytest.approx(row["best_of_n/kept/mean"], rel=1e-5)
 
 
-def test_resume_in_the_middle_of_a_generation_batch_is_equal_within_rounding(
-    selection: RunFiles, arguments: list[str], start: Callable[..., CliRun]
-) -> None:
+def test_resume_in_the_middle_of_a_generation_batch_is_equal_within_rounding(selection, arguments, start):
     checkpoint = selection.folder / "outputs" / "selection" / "checkpoints" / "global_step_1"
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     assert state["dataloader"]["rest"] and state["rollout"]["ledger"]["dropped"] > 0

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from math import prod
 from pathlib import Path
 
@@ -12,7 +11,7 @@ from make_arithmetic import build_model, build_tokenizer
 from pausing_callback import INSPECTED, PAUSED
 from route_recorder import assert_first_experts
 from safetensors import safe_open
-from support.cli_runs import START_S, CliRun, RunFiles, assert_finite
+from support.cli_runs import START_S, RunFiles, assert_finite
 from support.listeners import assert_on_loopback, listening_processes
 from support.ray_nodes import TwoNodes
 
@@ -26,7 +25,7 @@ TWO_RANKS = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
 
 
 @pytest.fixture(scope="module")
-def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
+def arguments(small, dense_reward):
     """Two steps with one replica and the fewest processes."""
     return [
         *("--config-name", "quickstart", *small, *dense_reward, "trainer.experiment_name=sglang"),
@@ -36,7 +35,7 @@ def arguments(small: list[str], dense_reward: list[str]) -> list[str]:
     ]
 
 
-def sent_bytes(model: Path, ranks: int) -> int:
+def sent_bytes(model, ranks):
     """Bytes that one replica receives in float32: every weight once, norms once per rank."""
     with safe_open(model / "model.safetensors", "pt") as file:
         sizes = {name: prod(file.get_slice(name).get_shape()) for name in file.keys()}  # noqa: SIM118
@@ -50,9 +49,7 @@ def sent_bytes(model: Path, ranks: int) -> int:
         pytest.param(2, ONE_PROCESS, id="two-ranks"),  # in CI, the next test has a replica of two ranks
     ],
 )
-def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
-    ranks: int, layout: list[str], arguments: list[str], task: Path, start: Callable[..., CliRun]
-) -> None:
+def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(ranks, layout, arguments, task, start):
     """Each rank receives its shard and nothing else. As for users, SGLang's processes are new interpreters."""
     run = start(
         *(*arguments, *layout, f"actor_rollout_ref.rollout.tensor_model_parallel_size={ranks}"),
@@ -63,7 +60,7 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
     run.wait_until((run.folder / PAUSED).exists, 2 * START_S)  # SGLang starts two more processes
     listeners: set[tuple[str, str]] = set()
 
-    def has_seen_scheduler() -> bool:
+    def has_seen_scheduler():
         listeners.update(listening_processes(run.processes()))
         return any("sglang::scheduler" in command for command, _ in listeners)
 
@@ -82,7 +79,7 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(
 
 
 @pytest.fixture
-def cluster_of_two(shared_server: dict[str, str]) -> Iterator[dict[str, str]]:
+def cluster_of_two(shared_server):
     """Two Ray nodes on this machine, with one CPU slot each, as the environment of the jobs that join them."""
     with TwoNodes(1, shared_server) as nodes:
         yield nodes.environment
@@ -91,8 +88,8 @@ def cluster_of_two(shared_server: dict[str, str]) -> Iterator[dict[str, str]]:
 @pytest.mark.timeout(1200)
 @pytest.mark.parametrize("nodes", [1, pytest.param(2, marks=pytest.mark.sglang)])
 def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_continues(
-    nodes: int, arguments: list[str], task: Path, start: Callable[..., CliRun], request: pytest.FixtureRequest
-) -> None:
+    nodes, arguments, task, start, request
+):
     """On two nodes each has a rank of the actor and a rank of the replica."""
     deadly = f"reward.custom_reward_function.path={Path(__file__).with_name('deadly_rank_reward.py')}"
     layout, env = ONE_PROCESS, None
@@ -119,9 +116,7 @@ def test_replica_with_a_rank_that_dies_within_a_bucket_is_replaced_and_training_
 
 
 @pytest.mark.sglang
-def test_routes_of_a_server_are_replayed_also_in_interrupted_responses(
-    small: list[str], dense_reward: list[str], mixture: Path, start: Callable[..., CliRun]
-) -> None:
+def test_routes_of_a_server_are_replayed_also_in_interrupted_responses(small, dense_reward, mixture, start):
     """An asynchronous job with partial rollouts and routing replay R3, whose replica is a server."""
     steps = 3
     run = start(
@@ -143,7 +138,7 @@ def test_routes_of_a_server_are_replayed_also_in_interrupted_responses(
 
 
 @pytest.fixture
-def teacher(tmp_path: Path) -> Path:
+def teacher(tmp_path):
     """A model of another size than the policy's, with its tokenizer."""
     tokenizer = build_tokenizer()
     build_model(tokenizer, 3, 64, 2, "qwen2").save_pretrained(tmp_path / "teacher")
@@ -152,7 +147,7 @@ def teacher(tmp_path: Path) -> Path:
 
 
 @pytest.fixture
-def teacher_url(teacher: Path) -> Iterator[str]:
+def teacher_url(teacher):
     """URL of a server with the teacher's weights and the key ``secret``."""
     engine = create_engine("sglang", str(teacher), SGLangOptions(mode="http", api_key="secret", max_num_seqs=64))
     engine.wake()
@@ -162,9 +157,7 @@ def teacher_url(teacher: Path) -> Iterator[str]:
 
 
 @pytest.mark.sglang
-def test_a_teacher_behind_sglang_gives_the_metrics_of_a_teacher_of_the_run(
-    arguments: list[str], teacher: Path, teacher_url: str, start: Callable[..., CliRun]
-) -> None:
+def test_a_teacher_behind_sglang_gives_the_metrics_of_a_teacher_of_the_run(arguments, teacher, teacher_url, start):
     """The exact top-k tokens and their log-probs come over HTTP."""
     section = "distillation.teacher_models.t"
     common = [

@@ -1,28 +1,22 @@
 """Sweeps from the command line: values from Optuna, and processes of submitit."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import yaml
-from support.cli_runs import CliRun
-from support.warm_drivers import Drivers, write_interpreter
+from support.warm_drivers import write_interpreter
 
 LR = "actor_rollout_ref.actor.optim.lr"
 TINY = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
 SMALL = (*TINY, "critic.megatron.data_parallel_size=1", "trainer.total_training_steps=1", "trainer.test_freq=-1")
 
 
-def sweep_results(run: CliRun) -> tuple[Path, list[dict[str, Any]]]:
+def sweep_results(run):
     """Folder of the sweep and the runs in ``sweep.json``."""
     (file,) = run.folder.glob("outputs/quickstart/*/sweep.json")
     return file.parent, json.loads(file.read_text(encoding="utf-8"))["runs"]
 
 
-def test_optuna_sweep(small: list[str], start: Callable[..., CliRun]) -> None:
+def test_optuna_sweep(small, start):
     run = start(
         *("--config-name", "quickstart", "-m", *small, *SMALL, "trainer.val_before_train=false"),
         *("hydra/sweeper=optuna", "hydra.sweeper.n_trials=2", "hydra.sweeper.sampler.seed=1"),
@@ -45,9 +39,7 @@ def test_optuna_sweep(small: list[str], start: Callable[..., CliRun]) -> None:
     assert (folder / "comparison.html").is_file() and "<- best" in run.output
 
 
-def test_submitit_sweep_reports_failed_runs(
-    small: list[str], start: Callable[..., CliRun], drivers: Drivers, tmp_path: Path
-) -> None:
+def test_submitit_sweep_reports_failed_runs(small, start, drivers, tmp_path):
     python = write_interpreter(tmp_path / "python", drivers.address, "submitit.core._submit")
     run = start(
         *("--config-name", "quickstart", "-m", *small, *SMALL, "trainer.dry_run=true", "hydra/launcher=submitit_local"),

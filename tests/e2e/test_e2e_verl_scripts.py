@@ -7,12 +7,10 @@ user sets the variables of the scripts (model, files, sizes, engine), or adds ov
 from __future__ import annotations
 
 import json
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
-from support.cli_runs import ROOT, CliRun, RunFiles, assert_finite
+from support.cli_runs import ROOT, RunFiles, assert_finite
 
 FACTS: dict[str, Any] = json.loads((ROOT / "tests" / "config" / "verl_facts.json").read_text(encoding="utf-8"))
 GRPO, PPO = (f"examples/{name}_trainer/run_qwen3_8b_megatron.sh" for name in ("grpo", "ppo"))
@@ -20,12 +18,12 @@ ROLES = ("actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic")
 STEPS = 2
 
 
-def overrides_of(script: str) -> list[str]:
+def overrides_of(script):
     number = FACTS["scripts"].index(script)
     return [override for override, users in FACTS["overrides"].items() if number in users]
 
 
-def of_a_user(task: Path, name: str, roles: tuple[str, ...]) -> list[str]:
+def of_a_user(task, name, roles):
     """Model, files, devices and sizes; a CPU generates with the embedded engine."""
     model = f"{task}/model"
     return [
@@ -49,9 +47,7 @@ def of_a_user(task: Path, name: str, roles: tuple[str, ...]) -> list[str]:
         (PPO, "verl-ppo", ROLES, {"critic/vf_loss", "critic/vf_explained_var", "timing_s/values"}),
     ],
 )
-def test_verls_script_trains(
-    start: Callable[..., CliRun], task: Path, script: str, name: str, roles: tuple[str, ...], metrics: set[str]
-) -> None:
+def test_verls_script_trains(start, task, script, name, roles, metrics):
     run = start(*overrides_of(script), *of_a_user(task, name, roles))
     assert run.wait() == 0, run.output
     # verl's keys: translated, or named as without effect

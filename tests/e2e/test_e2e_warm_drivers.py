@@ -1,18 +1,15 @@
 """A fork of the driver server behaves like a process of its own."""
 
-from __future__ import annotations
-
 import json
 import os
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import psutil
 import pytest
 from support import warm_drivers
-from support.warm_drivers import Drivers, write_interpreter
+from support.warm_drivers import write_interpreter
 
 from megarl.base.processes import wait_for_ends
 
@@ -32,7 +29,7 @@ sys.exit(3)
 """
 
 
-def test_a_fork_equals_a_process_of_its_own(drivers: Drivers, tmp_path: Path) -> None:
+def test_a_fork_equals_a_process_of_its_own(drivers, tmp_path):
     (tmp_path / "script.py").write_text(SCRIPT, encoding="utf-8")
     command, env = ["script.py", "a b", "c=1"], {"VALUE": "of the client"}
     fresh = subprocess.run(
@@ -45,7 +42,7 @@ def test_a_fork_equals_a_process_of_its_own(drivers: Drivers, tmp_path: Path) ->
         file.seek(0)
         forked = file.read()
 
-    def facts(output: str) -> dict[str, object]:
+    def facts(output):
         return json.loads(next(line for line in output.splitlines() if line.startswith("{")))
 
     of_fork, of_fresh = facts(forked), facts(fresh.stdout)
@@ -54,7 +51,7 @@ def test_a_fork_equals_a_process_of_its_own(drivers: Drivers, tmp_path: Path) ->
     assert sorted(line for line in forked.splitlines() if line[0] != "{") == ["at exit", "thread", "to standard error"]
 
 
-def test_signals_and_the_shells_client(drivers: Drivers, tmp_path: Path) -> None:
+def test_signals_and_the_shells_client(drivers, tmp_path):
     (tmp_path / "sleep.py").write_text("import time; time.sleep(600)", encoding="utf-8")
     for number in (signal.SIGKILL, signal.SIGTERM):
         driver = drivers.start(["sleep.py"], tmp_path, dict(os.environ), 1)
@@ -71,7 +68,7 @@ def test_signals_and_the_shells_client(drivers: Drivers, tmp_path: Path) -> None
 NAMED = "import os, sys, time; print(os.getpid(), sys.executable, flush=True); time.sleep(600)"
 
 
-def test_a_job_of_the_warm_interpreter_ends_with_it(drivers: Drivers, tmp_path: Path) -> None:
+def test_a_job_of_the_warm_interpreter_ends_with_it(drivers, tmp_path):
     (tmp_path / "named.py").write_text(NAMED, encoding="utf-8")
     python = write_interpreter(tmp_path / "python", drivers.address)
     with subprocess.Popen([python, "named.py"], cwd=tmp_path, stdout=subprocess.PIPE, text=True) as client:

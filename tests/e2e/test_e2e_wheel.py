@@ -1,15 +1,11 @@
 """The wheel and the source distribution: their files, and the wheel without a checkout."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys
 import sysconfig
 import tarfile
 import zipfile
-from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow.parquet as pq
 import pytest
@@ -20,7 +16,7 @@ from megarl.cli import COMMANDS
 
 
 @pytest.fixture(scope="module")
-def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def built(tmp_path_factory):
     """Folder with the source distribution of the files in git, and the wheel built from it."""
     source, target = tmp_path_factory.mktemp("source"), tmp_path_factory.mktemp("dist")
     listed = ["git", "ls-files", "--cached", "--others", "--exclude-standard", "-z"]
@@ -34,7 +30,7 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 
 @pytest.fixture(scope="module")
-def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable[..., str]:
+def installed(built, tmp_path_factory):
     """Runs a command in an environment with the wheel and the dependencies of the test environment."""
     folder = tmp_path_factory.mktemp("environment")
     subprocess.run([sys.executable, "-m", "venv", "--without-pip", str(folder)], check=True)
@@ -46,7 +42,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     # Folders in a .pth file come last in sys.path, and their own .pth files (an editable megarl) are ignored.
     (packages / "dependencies.pth").write_text(sysconfig.get_path("purelib") + "\n", encoding="utf-8")
 
-    def run(*command: str, cwd: Path) -> str:
+    def run(*command, cwd):
         environment = {name: value for name, value in os.environ.items() if name not in ("PYTHONPATH", "BASH_ENV")}
         environment |= {"PATH": f"{folder / 'bin'}:{os.environ['PATH']}", "OMP_NUM_THREADS": "1"}
         program = folder / "bin" / command[0]
@@ -57,7 +53,7 @@ def installed(built: Path, tmp_path_factory: pytest.TempPathFactory) -> Callable
     return run
 
 
-def test_wheel_has_every_file_of_the_package(built: Path) -> None:
+def test_wheel_has_every_file_of_the_package(built):
     (wheel,) = built.glob("*.whl")
     names = zipfile.ZipFile(wheel).namelist()
     files = [path for path in (ROOT / "megarl").rglob("*") if path.is_file() and "__pycache__" not in path.parts]
@@ -69,7 +65,7 @@ def test_wheel_has_every_file_of_the_package(built: Path) -> None:
     assert folders == {"megarl", f"megarl_llm-{megarl.__version__}.dist-info"}
 
 
-def test_source_distribution_has_tests_and_docs(built: Path) -> None:
+def test_source_distribution_has_tests_and_docs(built):
     (archive,) = built.glob("*.tar.gz")
     with tarfile.open(archive) as packed:
         names = {name.partition("/")[2] for name in packed.getnames()}
@@ -78,7 +74,7 @@ def test_source_distribution_has_tests_and_docs(built: Path) -> None:
     assert {str(path.relative_to(ROOT)) for path in (ROOT / "tests").rglob("*.py")} <= names
 
 
-def test_wheel_works_without_a_checkout(installed: Callable[..., str], tmp_path: Path) -> None:
+def test_wheel_works_without_a_checkout(installed, tmp_path):
     location = installed("python", "-c", "import megarl; print(megarl.__file__)", cwd=tmp_path)
     assert "site-packages" in location and not location.startswith(str(ROOT))
     assert installed("megarl", "--version", cwd=tmp_path) == f"megarl {megarl.__version__}\n"
@@ -92,11 +88,11 @@ def test_wheel_works_without_a_checkout(installed: Callable[..., str], tmp_path:
 
 
 @pytest.mark.parametrize("name", list(COMMANDS))
-def test_wheel_has_every_command(name: str, installed: Callable[..., str], tmp_path: Path) -> None:
+def test_wheel_has_every_command(name, installed, tmp_path):
     assert f"usage: megarl {name}" in installed("megarl", name, "--help", cwd=tmp_path)
 
 
-def test_wheel_runs_a_job(installed: Callable[..., str], task: Path, tmp_path: Path) -> None:
+def test_wheel_runs_a_job(installed, task, tmp_path):
     """Generate four responses per prompt of a file and of the command line; Ray workers import the wheel."""
     model, data = f"actor_rollout_ref.model.path={task}/model", f"data.val_files={task}/data/test.parquet"
     prompt, output = 'data.prompts=["What is 1 + 2?"]', "data.output_path=answers.parquet"

@@ -1,7 +1,5 @@
 """Results of the examples; tests/e2e/test_e2e_docs.py trains with all of them together."""
 
-from __future__ import annotations
-
 import asyncio
 import dataclasses
 import json
@@ -14,7 +12,6 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from support.distributed import Place, ProcessPool
 from support.expected_errors import raises
 
 from megarl import cli
@@ -34,13 +31,13 @@ FILES = sorted((ROOT / "examples").glob("*.py"))
 
 
 @pytest.fixture
-def at_root(monkeypatch: pytest.MonkeyPatch) -> None:
+def at_root(monkeypatch):
     monkeypatch.chdir(ROOT)
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda file: file.stem)
 @pytest.mark.usefixtures("at_root")
-def test_command_in_the_docstring_is_valid(file: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_in_the_docstring_is_valid(file, capsys):
     text = import_file(str(file)).__doc__ or ""
     (command,) = re.findall(r"^(?:python|megarl) .*(?:\\\n.*)*", text, re.MULTILINE)
     words = shlex.split(command.replace("\\\n", " "))
@@ -52,13 +49,13 @@ def test_command_in_the_docstring_is_valid(file: Path, capsys: pytest.CaptureFix
         assert cli.run_job(words[1], [*words[2:], "--cfg", "job"]) == 0, capsys.readouterr().err
 
 
-def test_readme_lists_every_file() -> None:
+def test_readme_lists_every_file():
     page = (ROOT / "examples" / "README.md").read_text(encoding="utf-8")
     files = {file.name for file in (ROOT / "examples").iterdir() if file.suffix in (".py", ".yaml", ".ipynb")}
     assert files == set(re.findall(r"`examples/([\w.]+)`", page))
 
 
-def test_estimator() -> None:
+def test_estimator():
     """Scores 0, 1, 5 of group a have the median 1, and scores 2, 4 of group b have 3; the last row is masked."""
     inputs = AdvantageInputs(
         token_level_rewards=torch.tensor([[0.0, 0.0], [0.5, 0.5], [0.0, 5.0], [2.0, 0.0], [4.0, 0.0], [9.0, 9.0]]),
@@ -71,7 +68,7 @@ def test_estimator() -> None:
     torch.testing.assert_close(returns, expected)
 
 
-def test_policy_loss() -> None:
+def test_policy_loss():
     """Loss and gradient by definition at A = 2, eps = 0.2.
 
     At ratio 1 the loss is -2 and the gradient is -A; ratio 1.2 is the optimum; at 1.4 the gradient has the other sign.
@@ -90,11 +87,11 @@ def test_policy_loss() -> None:
 
 
 @pytest.mark.usefixtures("at_root")
-def test_tool() -> None:
+def test_tool():
     tools = load_tools("examples/tools.yaml")
     conversation = Conversation([{"role": "user", "content": "?"}], SamplingParams(max_new_tokens=8), [1], key="k")
 
-    def calculate(expression: str) -> str:
+    def calculate(expression):
         return asyncio.run(answer_call(ToolCall("calculate", {"expression": expression}), tools, conversation)).text
 
     assert calculate("2 * (3 + 4) / 4") == "3.5" and calculate("-1/3") == "-0.333333"
@@ -102,7 +99,7 @@ def test_tool() -> None:
         assert calculate(wrong).startswith("Error: "), wrong
 
 
-def test_callback(tmp_path: Path) -> None:
+def test_callback(tmp_path):
     """Scores 0 and 1 of group a have the standard deviation 1/2; the scores of group b are equal."""
     callback = import_file(str(ROOT / "examples/callback.py")).GroupSpread()
     scores = torch.tensor([[0.0, 0.0], [0.0, 1.0], [2.0, 0.0], [0.0, 2.0]])
@@ -113,23 +110,23 @@ def test_callback(tmp_path: Path) -> None:
     assert (tmp_path / "saves.txt").read_text(encoding="utf-8") == f"{tmp_path / 'global_step_1'}\n"
 
 
-def test_reward() -> None:
+def test_reward():
     score = import_file(str(ROOT / "examples/reward.py")).compute_score
     assert score("arithmetic", " 42 ", "42", {}) == {"score": 1.0, "digits": 1.0, "pred": "42"}
     assert score("arithmetic", "41", "42", {}) == {"score": 0.0, "digits": 0.5, "pred": "41"}
 
 
 @pytest.mark.usefixtures("at_root")
-def test_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracker(tmp_path, monkeypatch):
     posts = []
 
     class Chat(BaseHTTPRequestHandler):
-        def do_POST(self) -> None:
+        def do_POST(self):
             posts.append(json.loads(self.rfile.read(int(self.headers["Content-Length"])))["text"])
             self.send_response(200)
             self.end_headers()
 
-        def log_message(self, *words: object) -> None:
+        def log_message(self, *words):
             """Suppress the request log."""
 
     run = RunInfo("project", "mine", tmp_path)
@@ -147,15 +144,15 @@ def test_tracker(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert posts == ["mine, step 0: val-core/sums/mean@1 0.250", "mine, step 1: val-core/sums/mean@1 0.500"]
 
 
-def compare(place: Place, file: str) -> float:
+def compare(place, file):
     return import_file(file).largest_difference(place.port)
 
 
-def test_model_family(pool: ProcessPool) -> None:
+def test_model_family(pool):
     assert pool.run(compare, 1, str(ROOT / "examples/compare_model_family.py"))[0] < 1e-5
 
 
-def test_add_a_model_page_shows_the_example() -> None:
+def test_add_a_model_page_shows_the_example():
     """The page omits the type annotations."""
     text = (ROOT / "examples/model_family.py").read_text(encoding="utf-8")
     shown = re.findall(

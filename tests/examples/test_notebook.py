@@ -9,7 +9,7 @@ from pathlib import Path
 from typing import Any
 
 import pytest
-from support.warm_drivers import Drivers, write_interpreter
+from support.warm_drivers import write_interpreter
 
 ROOT = Path(__file__).resolve().parents[2]
 NOTEBOOK = json.loads((ROOT / "examples" / "quickstart.ipynb").read_text(encoding="utf-8"))
@@ -32,7 +32,7 @@ SMALL = {
 }
 
 
-def test_format() -> None:
+def test_format():
     """The fields that version 4.5 of the notebook format requires; outputs are not committed."""
     assert (NOTEBOOK["nbformat"], NOTEBOOK["nbformat_minor"]) == (4, 5)
     assert len({cell["id"] for cell in NOTEBOOK["cells"]}) == len(NOTEBOOK["cells"])
@@ -41,7 +41,7 @@ def test_format() -> None:
     assert [cell["metadata"].get("tags") for cell in CODE].index(["parameters"]) == 0
 
 
-def test_parameters_of_the_test_are_those_of_the_notebook() -> None:
+def test_parameters_of_the_test_are_those_of_the_notebook():
     targets = [node.target if isinstance(node, ast.AnnAssign) else node.targets[0]
                for node in ast.parse("".join(CODE[0]["source"])).body
                if isinstance(node, ast.Assign | ast.AnnAssign)]  # fmt: skip
@@ -50,12 +50,12 @@ def test_parameters_of_the_test_are_those_of_the_notebook() -> None:
 
 @pytest.mark.slow
 def test_cells_run(
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-    shared_server: dict[str, str],
-    drivers: Drivers,
-) -> None:
+    tmp_path,
+    monkeypatch,
+    capsys,
+    shared_server,
+    drivers,
+):
     """The commands of the cells are forks, and so are their workers."""
     monkeypatch.chdir(ROOT / "examples")
     monkeypatch.setattr(sys, "executable", str(write_interpreter(tmp_path / "python", drivers.address)))

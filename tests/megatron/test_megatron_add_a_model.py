@@ -1,18 +1,14 @@
 """The page on adding a family: its code runs, and its model equals transformers'."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
-
-from support.distributed import Place, ProcessPool
 
 from megarl.models import declaration
 
 PAGE = Path(__file__).parents[2] / "docs" / "how_to" / "add_a_model.md"
 
 
-def run_page(place: Place, text: str) -> str:
+def run_page(place, text):
     blocks = re.findall(r"```python\n(.*?)```", text, flags=re.DOTALL)
     assert len(blocks) == 2
     names = {"PORT": place.port}
@@ -21,7 +17,7 @@ def run_page(place: Place, text: str) -> str:
     return names["config"].family
 
 
-def test_the_code_of_the_page_runs(pool: ProcessPool) -> None:
+def test_the_code_of_the_page_runs(pool):
     text = PAGE.read_text(encoding="utf-8").partition("## How experts run")[0]  # the rest describes existing families
     assert pool.run(run_page, 1, text) == ["dots1"]
     for names in re.findall(r"^\| [^|]+ \| ([^|]*`[^|]*) \|", text, flags=re.MULTILINE):

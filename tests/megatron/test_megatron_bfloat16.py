@@ -2,12 +2,10 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import NamedTuple
 
 import torch
 from engine_cases import Setup, engine, micro_batches, policy_loss
-from support.distributed import Place, ProcessPool
 from tiny_models import Row, rows, rows_of, save_model
 from torch import Tensor
 
@@ -28,7 +26,7 @@ class Run(NamedTuple):
     formats: set[tuple[str, torch.dtype]]
 
 
-def run(place: Place, path: Path, setup: Setup, batch: list[Row]) -> Run:
+def run(place, path, setup, batch):
     with engine(place, path, setup) as built:
         mine = micro_batches(batch, setup, built.runtime.coordinate.dp, setup.layout.dp)
         log_probs = []
@@ -46,7 +44,7 @@ def run(place: Place, path: Path, setup: Setup, batch: list[Row]) -> Run:
         return Run(log_probs, formats)
 
 
-def test_twenty_steps_do_not_drift(pool: ProcessPool, tmp_path: Path) -> None:
+def test_twenty_steps_do_not_drift(pool, tmp_path):
     # Each step changes a weight by less than half precision tells apart: without float32 weights nothing would move.
     save_model(tmp_path, "qwen2", initializer_range=0.05)
     exact = Setup(ParallelLayout(), optimizer=OptimizerOptions(lr=1e-4))
@@ -67,7 +65,7 @@ def test_twenty_steps_do_not_drift(pool: ProcessPool, tmp_path: Path) -> None:
     assert moved > 5e-2
 
 
-def test_embedded_engine_rotates_as_the_trainer_bit_for_bit(tmp_path: Path) -> None:
+def test_embedded_engine_rotates_as_the_trainer_bit_for_bit(tmp_path):
     save_model(tmp_path, "qwen2")
     config = read_model_config(tmp_path)
     heads, positions = torch.randn(64, 4, config.head_dim).bfloat16(), torch.arange(1000, 1064)
@@ -77,7 +75,7 @@ def test_embedded_engine_rotates_as_the_trainer_bit_for_bit(tmp_path: Path) -> N
     assert torch.equal(rotated, rotate(heads, *rotation_table(positions, inverse_frequencies(config))))
 
 
-def log_probs_of_both(place: Place, path: Path, prompts: list[Tensor]) -> tuple[Tensor, Tensor]:
+def log_probs_of_both(place, path, prompts):
     """Log-probs of samples by the embedded engine that generated them, and by the trainer."""
     rollout = create_engine("embedded", str(path), EngineOptions(dtype="bfloat16"))
     rollout.load_hf(str(path))
@@ -93,9 +91,7 @@ def log_probs_of_both(place: Place, path: Path, prompts: list[Tensor]) -> tuple[
     return torch.tensor([x for d in done for x in d.log_probs]), torch.cat([output.log_probs for output in outputs])
 
 
-def test_embedded_engine_and_trainer_agree_in_half_precision_at_far_positions(
-    pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_embedded_engine_and_trainer_agree_in_half_precision_at_far_positions(pool, tmp_path):
     save_model(tmp_path, "qwen2", initializer_range=0.1, hidden_size=64, max_position_embeddings=2048)
     prompts = [row.prompt for row in rows_of([(600 + 40 * number, 1) for number in range(6)])]
     ((ours, theirs),) = pool.run(log_probs_of_both, 1, tmp_path, prompts)

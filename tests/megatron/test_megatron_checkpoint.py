@@ -9,14 +9,12 @@ import os
 import pickle
 import random
 import shutil
-from collections.abc import Iterator
-from pathlib import Path
 from typing import Any
 
 import numpy as np
 import pytest
 import torch
-from support.distributed import Place, ProcessPool
+from support.distributed import ProcessPool
 from support.valid_layouts import of_release, paired_layouts
 
 from megarl.base.checkpoint_files import read_index
@@ -42,7 +40,7 @@ ADAM = {"lr": 1e-2, "min_lr": 1e-3, "weight_decay": 0.1, "decay_style": "cosine"
 
 
 @pytest.fixture(scope="module")
-def saved(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, list[dict[str, Any]]]:
+def saved(pool, tmp_path_factory):
     """A checkpoint of a tied model after two steps in TP2PP2, and each rank's continuation."""
     folder = tmp_path_factory.mktemp("saved") / "actor"
     return folder, pool.run(train_and_save, 4, TP2PP2, str(folder), {}, timeout=400)
@@ -51,7 +49,7 @@ def saved(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> tuple[
 # ---- what runs in the processes
 
 
-def model_config(tied: bool = True, layers: int = 2, hidden: int = 32) -> Any:
+def model_config(tied=True, layers=2, hidden=32):
     raw = {
         "architectures": ["Qwen2ForCausalLM"],
         "num_hidden_layers": layers,
@@ -69,7 +67,7 @@ def model_config(tied: bool = True, layers: int = 2, hidden: int = 32) -> Any:
     return parse_model_config(raw)
 
 
-def build(place: Place, layout: ParallelLayout, options: dict[str, Any], seed: int = 1) -> MegatronEngine:
+def build(place, layout, options, seed=1):
     runtime = init_runtime(
         layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", seed=seed, timeout_s=60
     )
@@ -92,7 +90,7 @@ def build(place: Place, layout: ParallelLayout, options: dict[str, Any], seed: i
     return engine
 
 
-def fill(engine: MegatronEngine) -> None:
+def fill(engine):
     """Set the same weights in every layout."""
     full = {}
     for number, (name, shape) in enumerate(sorted(engine.weight_map.hf_shapes().items())):
@@ -110,7 +108,7 @@ def fill(engine: MegatronEngine) -> None:
         engine.weights_changed()
 
 
-def step(engine: MegatronEngine, number: int) -> tuple[str, ...]:
+def step(engine, number):
     """One step over eight rows; exact metrics."""
     generator = torch.Generator().manual_seed(100 + number)
     rows = [(torch.randint(VOCAB, (3,), generator=generator), torch.randint(VOCAB, (4,), generator=generator))
@@ -118,7 +116,7 @@ def step(engine: MegatronEngine, number: int) -> tuple[str, ...]:
     mine = rows[engine.runtime.coordinate.dp :: engine.runtime.layout.dp]
     batches = [PackedMicroBatch.from_rows(mine[i : i + 2]) for i in range(0, len(mine), 2)]
 
-    def loss(outputs: Any, micro_batch: PackedMicroBatch) -> tuple[torch.Tensor, dict[str, torch.Tensor]]:
+    def loss(outputs, micro_batch):
         if hasattr(outputs, "values"):
             value = (outputs.values - micro_batch.targets / VOCAB).square().sum() / 32
         else:
@@ -131,7 +129,7 @@ def step(engine: MegatronEngine, number: int) -> tuple[str, ...]:
     return metrics["loss"].hex(), result.grad_norm.hex(), result.lr.hex()
 
 
-def digest(tensors: dict[str, torch.Tensor]) -> str:
+def digest(tensors):
     sha = hashlib.sha256()
     for name in sorted(tensors):
         raw = tensors[name].detach().contiguous().reshape(-1).view(torch.uint8)
@@ -139,7 +137,7 @@ def digest(tensors: dict[str, torch.Tensor]) -> str:
     return sha.hexdigest()
 
 
-def rank_state(engine: MegatronEngine, numbers: range) -> dict[str, Any]:
+def rank_state(engine, numbers):
     """Draw random numbers, take steps, and return the full state of this rank."""
     from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 
@@ -165,7 +163,7 @@ def rank_state(engine: MegatronEngine, numbers: range) -> dict[str, Any]:
     }
 
 
-def padding(engine: MegatronEngine, shards: dict[str, Any]) -> Iterator[torch.Tensor]:
+def padding(engine, shards):
     local = engine.weights.named()
     for param in engine.weight_map.megatron_params(engine.runtime.layout, engine.runtime.rank):
         real = max((piece.at[0] + piece.shape[0] for piece in param.pieces), default=0)
@@ -175,7 +173,7 @@ def padding(engine: MegatronEngine, shards: dict[str, Any]) -> Iterator[torch.Te
             yield from (tensor[max(0, start - shard.start) :] for tensor in shard.tensors.values())
 
 
-def train_and_save(place: Place, layout: ParallelLayout, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def train_and_save(place, layout, folder, options):
     try:
         engine = build(place, layout, options)
         fill(engine)
@@ -188,7 +186,7 @@ def train_and_save(place: Place, layout: ParallelLayout, folder: str, options: d
         shutdown_runtime()
 
 
-def load_and_train(place: Place, layout: ParallelLayout, folder: str, options: dict[str, Any]) -> dict[str, Any]:
+def load_and_train(place, layout, folder, options):
     try:
         engine = build(place, layout, options, seed=99)
         load_sharded(engine, folder)
@@ -198,7 +196,7 @@ def load_and_train(place: Place, layout: ParallelLayout, folder: str, options: d
         shutdown_runtime()
 
 
-def load_forward_only(place: Place, layout: ParallelLayout, folder: str) -> dict[str, torch.Tensor]:
+def load_forward_only(place, layout, folder):
     try:
         engine = build(place, layout, {"optimizer": False})
         load_sharded(engine, folder)
@@ -207,7 +205,7 @@ def load_forward_only(place: Place, layout: ParallelLayout, folder: str) -> dict
         shutdown_runtime()
 
 
-def failing_load(place: Place, layout: ParallelLayout, folder: str, options: dict[str, Any]) -> str:
+def failing_load(place, layout, folder, options):
     """The message of this rank's error."""
     try:
         engine = build(place, layout, options)
@@ -218,7 +216,7 @@ def failing_load(place: Place, layout: ParallelLayout, folder: str, options: dic
         shutdown_runtime()
 
 
-def failing_save(place: Place, layout: ParallelLayout, folder: str, how: str) -> list[str]:
+def failing_save(place, layout, folder, how):
     """Messages of two failed saves; then a successful save by the same processes."""
     messages = []
     try:
@@ -237,8 +235,8 @@ def failing_save(place: Place, layout: ParallelLayout, folder: str, how: str) ->
         shutdown_runtime()
 
 
-def break_writing(patch: pytest.MonkeyPatch, how: str) -> None:
-    def full(*args: Any, **kwargs: Any) -> None:
+def break_writing(patch, how):
+    def full(*args, **kwargs):
         raise OSError(28, "No space left on device")
 
     if how == "random":
@@ -252,9 +250,7 @@ def break_writing(patch: pytest.MonkeyPatch, how: str) -> None:
 # ---- assembling what ranks hold
 
 
-def assembled(
-    results: list[dict[str, torch.Tensor]], layout: ParallelLayout, layers: int = 2
-) -> dict[str, torch.Tensor]:
+def assembled(results, layout, layers=2):
     """Hugging Face tensors from the local ones of all ranks, which must agree on overlaps."""
     weight_map = WeightMap(model_config(layers=layers))
     full = {name: torch.full(shape, float("nan")) for name, shape in weight_map.hf_shapes().items()}
@@ -272,7 +268,7 @@ def assembled(
     return full
 
 
-def assert_same_bits(resumed: list[dict[str, Any]], uninterrupted: list[dict[str, Any]]) -> None:
+def assert_same_bits(resumed, uninterrupted):
     for rank, (actual, expected) in enumerate(zip(resumed, uninterrupted, strict=True)):
         for key in ("draws", "steps", "digest", "adam", "counts"):
             assert actual[key] == expected[key], f"{key} of rank {rank}"
@@ -281,7 +277,7 @@ def assert_same_bits(resumed: list[dict[str, Any]], uninterrupted: list[dict[str
         assert actual["padding"]
 
 
-def assert_close(resumed: list[dict[str, Any]], uninterrupted: list[dict[str, Any]]) -> None:
+def assert_close(resumed, uninterrupted):
     expected = [[float.fromhex(value) for value in metrics] for metrics in uninterrupted[0]["steps"]]
     for actual in resumed:
         steps = [[float.fromhex(value) for value in metrics] for metrics in actual["steps"]]
@@ -293,7 +289,7 @@ def assert_close(resumed: list[dict[str, Any]], uninterrupted: list[dict[str, An
 # ---- tests
 
 
-def test_resume_is_bit_exact_in_fresh_processes(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_resume_is_bit_exact_in_fresh_processes(saved):
     folder, uninterrupted = saved
     fresh = ProcessPool(4)
     try:
@@ -322,9 +318,7 @@ PAIRS = list(zip(paired_layouts(model_config(layers=4), 4), itertools.cycle(OPTI
     of_release(PAIRS[::2], PAIRS[1::2]),
     ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else " ".join(value),
 )
-def test_resume_is_bit_exact(
-    layout: ParallelLayout, options: dict[str, Any], pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_resume_is_bit_exact(layout, options, pool, tmp_path):
     folder, options = str(tmp_path / "role"), {"layers": 4, **options}
     uninterrupted = pool.run(train_and_save, layout.world_size, layout, folder, options)
     assert_same_bits(pool.run(load_and_train, layout.world_size, layout, folder, options), uninterrupted)
@@ -333,9 +327,7 @@ def test_resume_is_bit_exact(
 @pytest.mark.parametrize(
     "layout", [ParallelLayout(), *paired_layouts(model_config(layers=2), 4)], ids=ParallelLayout.describe
 )
-def test_checkpoint_resumes_in_another_layout(
-    layout: ParallelLayout, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
-) -> None:
+def test_checkpoint_resumes_in_another_layout(layout, saved, pool):
     folder, uninterrupted = saved
     resumed = pool.run(load_and_train, layout.world_size, layout, str(folder), {})
     assert_close(resumed, uninterrupted)
@@ -354,18 +346,14 @@ def test_checkpoint_resumes_in_another_layout(
     ],
     ids=str,
 )
-def test_data_parallel_checkpoint_resumes_tensor_parallel(
-    layout: ParallelLayout, options: dict[str, Any], pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_data_parallel_checkpoint_resumes_tensor_parallel(layout, options, pool, tmp_path):
     uninterrupted = pool.run(train_and_save, 2, layout, str(tmp_path / "role"), options)
     resumed = pool.run(load_and_train, 4, TP2PP2, str(tmp_path / "role"), {**options, "distributed": True})
     assert_close(resumed, uninterrupted)
 
 
 @pytest.mark.parametrize("interleaved_first", [True, False])
-def test_interleaved_and_single_process_checkpoints_are_interchangeable(
-    interleaved_first: bool, pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_interleaved_and_single_process_checkpoints_are_interchangeable(interleaved_first, pool, tmp_path):
     layouts = [ParallelLayout(pp=2, vpp=2), ParallelLayout()]
     first, second = layouts if interleaved_first else reversed(layouts)
     folder, options = str(tmp_path / "role"), {"layers": 4}
@@ -378,16 +366,14 @@ def test_interleaved_and_single_process_checkpoints_are_interchangeable(
             torch.testing.assert_close(tensor, expected[name], rtol=0, atol=tolerance)
 
 
-def test_engine_without_optimizer_loads_the_weights(
-    saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
-) -> None:
+def test_engine_without_optimizer_loads_the_weights(saved, pool):
     folder, uninterrupted = saved
     loaded = assembled(pool.run(load_forward_only, 1, ParallelLayout(), str(folder)), ParallelLayout())
     for name, tensor in assembled([rank["before"] for rank in uninterrupted], TP2PP2).items():
         assert torch.equal(loaded[name], tensor), name
 
 
-def test_every_tensor_is_stored_once_by_hugging_face_name(saved: tuple[Path, list[dict[str, Any]]]) -> None:
+def test_every_tensor_is_stored_once_by_hugging_face_name(saved):
     index = read_index(saved[0])
     shapes = tensor_shapes(index)
     expected = WeightMap(model_config()).hf_shapes()
@@ -402,43 +388,43 @@ def test_every_tensor_is_stored_once_by_hugging_face_name(saved: tuple[Path, lis
 # Damages of a checkpoint: each returns the fault in the error's code, and a value that the message names.
 
 
-def truncate(folder: Path) -> tuple[str, str]:
+def truncate(folder):
     os.truncate(folder / "__1_0.distcp", 200)
     return "truncated-file", "__1_0.distcp is truncated: 200 bytes"
 
 
-def garble(folder: Path) -> tuple[str, str]:
+def garble(folder):
     content = bytearray((folder / "__2_0.distcp").read_bytes())
     content[: len(content) // 2] = bytes(len(content) // 2)
     (folder / "__2_0.distcp").write_bytes(content)
     return "corrupt-file", "__2_0.distcp"
 
 
-def remove(folder: Path) -> tuple[str, str]:
+def remove(folder):
     (folder / "__3_0.distcp").unlink()
     return "missing-file", "__3_0.distcp"
 
 
-def remove_index(folder: Path) -> tuple[str, str]:
+def remove_index(folder):
     (folder / ".metadata").unlink()
     return "missing-index", ".metadata"
 
 
-def cut_index(folder: Path) -> tuple[str, str]:
+def cut_index(folder):
     os.truncate(folder / ".metadata", 500)
     return "malformed-index", ".metadata"
 
 
-def hostile_index(folder: Path) -> tuple[str, str]:
+def hostile_index(folder):
     class Attack:
-        def __reduce__(self) -> tuple[Any, ...]:
+        def __reduce__(self):
             return os.system, (f"touch {folder / 'owned'}",)
 
     (folder / ".metadata").write_bytes(pickle.dumps(Attack()))
     return "unsafe-pickle", "'posix.system'"
 
 
-def escaping_index(folder: Path) -> tuple[str, str]:
+def escaping_index(folder):
     index = read_index(folder)
     for info in index.storage_data.values():
         info.relative_path = "../" + info.relative_path
@@ -446,16 +432,16 @@ def escaping_index(folder: Path) -> tuple[str, str]:
     return "file-outside", "'../__"
 
 
-def hole_in_index(folder: Path) -> tuple[str, str]:
+def hole_in_index(folder):
     index = read_index(folder)
     index.state_dict_metadata["exp_avg/model.norm.weight"].chunks.pop()
     (folder / ".metadata").write_bytes(pickle.dumps(index))
     return "elements-missing", "'exp_avg/model.norm.weight': the checkpoint has 0 of 32"
 
 
-def hostile_shard(folder: Path) -> tuple[str, str]:
+def hostile_shard(folder):
     class Attack:
-        def __reduce__(self) -> tuple[Any, ...]:
+        def __reduce__(self):
             return os.system, (f"touch {folder / 'owned'}",)
 
     index = read_index(folder)
@@ -467,18 +453,18 @@ def hostile_shard(folder: Path) -> tuple[str, str]:
     return "corrupt-file", "__0_0.distcp is damaged: Weights only load failed"
 
 
-def no_state(folder: Path) -> tuple[str, str]:
+def no_state(folder):
     (folder / "state.json").unlink()
     return "missing-state", "state.json"
 
 
-def odd_state(folder: Path) -> tuple[str, str]:
+def odd_state(folder):
     state = json.loads((folder / "state.json").read_text(encoding="utf-8"))
     (folder / "state.json").write_text(json.dumps({**state, "layout": {"tp": 2, "sideways": 3}}), encoding="utf-8")
     return "malformed-state", "state.json"
 
 
-def future_state(folder: Path) -> tuple[str, str]:
+def future_state(folder):
     (folder / "state.json").write_text('{"format": 7}', encoding="utf-8")
     return "other-format", "format=7, this megarl reads 1"
 
@@ -488,9 +474,7 @@ DAMAGES = [truncate, garble, remove, remove_index, cut_index, hostile_index, esc
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damaged_checkpoint_raises_on_every_rank(
-    damage: Any, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_damaged_checkpoint_raises_on_every_rank(damage, saved, pool, tmp_path):
     folder = tmp_path / "role"
     shutil.copytree(saved[0], folder)
     fault, named = damage(folder)
@@ -500,9 +484,7 @@ def test_damaged_checkpoint_raises_on_every_rank(
 
 
 @pytest.mark.parametrize("damage", ["missing", "cut"])
-def test_damaged_random_state_raises(
-    damage: str, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_damaged_random_state_raises(damage, saved, pool, tmp_path):
     folder = tmp_path / "role"
     shutil.copytree(saved[0], folder)
     if damage == "missing":
@@ -525,16 +507,12 @@ def test_damaged_random_state_raises(
     ],
     ids=str,
 )
-def test_checkpoint_of_another_model_raises(
-    options: dict[str, Any], expected: str, saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
-) -> None:
+def test_checkpoint_of_another_model_raises(options, expected, saved, pool):
     (message,) = pool.run(failing_load, 1, ParallelLayout(), str(saved[0]), options)
     assert expected in message and message.endswith("[resume.other-model]"), message
 
 
-def test_checkpoint_in_another_number_format_raises(
-    saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool
-) -> None:
+def test_checkpoint_in_another_number_format_raises(saved, pool):
     (message,) = pool.run(failing_load, 1, ParallelLayout(), str(saved[0]), {"dtype": "bfloat16"})
     assert message == (
         f"loading {saved[0]} failed on rank 0: checkpoint {saved[0]} has dtype=float32, this run dtype=bfloat16: they "
@@ -543,7 +521,7 @@ def test_checkpoint_in_another_number_format_raises(
 
 
 @pytest.mark.parametrize("how", ["random", "data", "disagreement"])
-def test_failed_save_raises_on_every_rank(how: str, pool: ProcessPool, tmp_path: Path) -> None:
+def test_failed_save_raises_on_every_rank(how, pool, tmp_path):
     results = pool.run(failing_save, 4, TP2PP2, str(tmp_path), how)
     for messages in results:
         assert all("No space left on device" in message for message in messages), messages
@@ -553,16 +531,16 @@ def test_failed_save_raises_on_every_rank(how: str, pool: ProcessPool, tmp_path:
     assert resumed[0]["padding"]
 
 
-def test_save_that_misses_a_block_raises_on_every_rank(pool: ProcessPool, tmp_path: Path) -> None:
+def test_save_that_misses_a_block_raises_on_every_rank(pool, tmp_path):
     for message in pool.run(save_without_a_block, 2, ParallelLayout(tp=2), str(tmp_path / "role")):
         assert "'weight/model.norm.weight'" in message and message.endswith("[checkpoint.tensor-not-written]")
     assert not list(tmp_path.rglob("*.distcp")) and not list(tmp_path.rglob(".metadata"))
 
 
-def save_without_a_block(place: Place, layout: ParallelLayout, folder: str) -> str:
+def save_without_a_block(place, layout, folder):
     """The message of a save in which no rank contributes the last norm."""
 
-    def incomplete(*args: Any) -> list[Any]:
+    def incomplete(*args):
         return [item for item in saved_items(*args) if item.key != "weight/model.norm.weight"]
 
     try:
@@ -575,12 +553,12 @@ def save_without_a_block(place: Place, layout: ParallelLayout, folder: str) -> s
         shutdown_runtime()
 
 
-def test_nonempty_folder_raises(saved: tuple[Path, list[dict[str, Any]]], pool: ProcessPool) -> None:
+def test_nonempty_folder_raises(saved, pool):
     (message,) = pool.run(save_into, 1, str(saved[0]))
     assert str(saved[0]) in message and message.endswith("[checkpoint.folder-not-empty]")
 
 
-def save_into(place: Place, folder: str) -> str:
+def save_into(place, folder):
     try:
         engine = build(place, ParallelLayout(), {})
         with pytest.raises(CheckpointError) as caught:

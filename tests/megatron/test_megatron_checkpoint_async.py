@@ -1,21 +1,17 @@
 """Background saves during training, selected contents, and exports."""
 
-from __future__ import annotations
-
 import resource
 import signal
 import threading
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from safetensors.torch import load_file
-from support.distributed import Place, ProcessPool
 
 from megarl.base.errors import CheckpointError
 from megarl.base.files import read_entry
-from megarl.megatron import MegatronEngine, shutdown_runtime
+from megarl.megatron import shutdown_runtime
 from megarl.megatron.checkpoint.pending_save import HostSnapshot
 from megarl.megatron.checkpoint.role_state import read_state
 from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
@@ -39,7 +35,7 @@ DP2, TP2 = ParallelLayout(dp=2), ParallelLayout(tp=2)
 # ---- what runs in the processes
 
 
-def train_while_saving(place: Place, layout: ParallelLayout, folder: str) -> dict[str, Any]:
+def train_while_saving(place, layout, folder):
     """Two saves with one snapshot's memory; each is written only after further training."""
     try:
         engine = build(place, layout, {})
@@ -67,7 +63,7 @@ def train_while_saving(place: Place, layout: ParallelLayout, folder: str) -> dic
         shutdown_runtime()
 
 
-def save_on_a_full_disk(place: Place, folder: str, in_background: bool) -> list[Any]:
+def save_on_a_full_disk(place, folder, in_background):
     """The kernel rejects rank 1's files beyond 8 KiB; then space is available again."""
     try:
         engine = build(place, DP2, {})
@@ -88,7 +84,7 @@ def save_on_a_full_disk(place: Place, folder: str, in_background: bool) -> list[
         shutdown_runtime()
 
 
-def save_parts(place: Place, folder: str, source: str) -> dict[str, torch.Tensor]:
+def save_parts(place, folder, source):
     try:
         engine = build(place, TP2, {})
         fill(engine)
@@ -104,7 +100,7 @@ def save_parts(place: Place, folder: str, source: str) -> dict[str, torch.Tensor
         shutdown_runtime()
 
 
-def load_parts(place: Place, folder: str, contents: list[str]) -> Any:
+def load_parts(place, folder, contents):
     """Learning rate, Adam's count and weights after loading, or the message of the error."""
     try:
         engine = build(place, ParallelLayout(), {})
@@ -119,7 +115,7 @@ def load_parts(place: Place, folder: str, contents: list[str]) -> Any:
         shutdown_runtime()
 
 
-def first_step_is_adams(engine: MegatronEngine) -> bool:
+def first_step_is_adams(engine):
     """Whether a step has the size of Adam's first one, about the learning rate, so that no moment was kept."""
     before = {name: param.clone() for name, param in engine.weights.named().items()}
     lr = engine.optimizer.next_lr
@@ -128,7 +124,7 @@ def first_step_is_adams(engine: MegatronEngine) -> bool:
     return moved < 1.5 * lr or lr == 0
 
 
-def export_on_a_full_disk(place: Place, folder: str) -> list[str]:
+def export_on_a_full_disk(place, folder):
     """The export's first file, or its folder, cannot be created; no rank hangs."""
     messages = []
     try:
@@ -146,14 +142,14 @@ def export_on_a_full_disk(place: Place, folder: str) -> list[str]:
         shutdown_runtime()
 
 
-def refuse(*args: Any, **kwargs: Any) -> None:
+def refuse(*args, **kwargs):
     raise OSError(28, "No space left on device")
 
 
 # ---- tests
 
 
-def test_background_save_writes_the_state_at_its_start(pool: ProcessPool, tmp_path: Path) -> None:
+def test_background_save_writes_the_state_at_its_start(pool, tmp_path):
     reports = pool.run(train_while_saving, 4, TP2PP2, str(tmp_path))
     resumed = pool.run(load_and_train, 4, TP2PP2, str(tmp_path / "2"), {})
     assert_same_bits(resumed, reports)
@@ -167,9 +163,7 @@ def test_background_save_writes_the_state_at_its_start(pool: ProcessPool, tmp_pa
 
 
 @pytest.mark.parametrize("in_background", [True, False])
-def test_full_disk_raises_on_every_rank_and_training_continues(
-    in_background: bool, pool: ProcessPool, tmp_path: Path
-) -> None:
+def test_full_disk_raises_on_every_rank_and_training_continues(in_background, pool, tmp_path):
     (first, *_), (second, *_) = results = pool.run(save_on_a_full_disk, 2, str(tmp_path), in_background)
     assert first == second and "rank 1" in first and "File too large" in first, first
     assert first.endswith("[checkpoint.rank-failed]")
@@ -177,7 +171,7 @@ def test_full_disk_raises_on_every_rank_and_training_continues(
     assert_same_bits(resumed, [reports for _, _, reports in results])
 
 
-def test_save_and_load_of_selected_contents(pool: ProcessPool, tmp_path: Path) -> None:
+def test_save_and_load_of_selected_contents(pool, tmp_path):
     (tmp_path / "source").mkdir()
     (tmp_path / "source" / "tokenizer.json").write_text("{}", encoding="utf-8")
     saved = assembled(pool.run(save_parts, 2, str(tmp_path), str(tmp_path / "source")), TP2)
@@ -200,7 +194,7 @@ def test_save_and_load_of_selected_contents(pool: ProcessPool, tmp_path: Path) -
     assert read_state(tmp_path / "export").contents == ("hf_model",)
 
 
-def test_failed_export_raises_on_every_rank(pool: ProcessPool, tmp_path: Path) -> None:
+def test_failed_export_raises_on_every_rank(pool, tmp_path):
     for messages in pool.run(export_on_a_full_disk, 2, str(tmp_path)):
         assert ["No space left on device" in message for message in messages] == [True, True], messages
         codes = [message.rpartition("[")[2] for message in messages]
@@ -208,7 +202,7 @@ def test_failed_export_raises_on_every_rank(pool: ProcessPool, tmp_path: Path) -
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 100, 2**20])
-def test_snapshots_keep_values_and_memory(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+def test_snapshots_keep_values_and_memory(monkeypatch, chunk_bytes):
     monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", chunk_bytes)
     snapshot = HostSnapshot(torch.device("cpu"))
     tensors = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(0), torch.randn(2, 2, dtype=torch.float64)]
@@ -222,14 +216,14 @@ def test_snapshots_keep_values_and_memory(monkeypatch: pytest.MonkeyPatch, chunk
         assert snapshot._buffer.nbytes == held
 
 
-def weight_item(tensor: torch.Tensor) -> Item:
+def weight_item(tensor):
     shape = tuple(tensor.shape)
     return Item(
         "weight/x", shape, TensorBlock("x", (0,) * tensor.dim(), shape, 0), TensorMemory((tensor.view(-1),), False)
     )
 
 
-def test_snapshot_of_items_larger_than_a_chunk_wastes_less_than_a_chunk(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_snapshot_of_items_larger_than_a_chunk_wastes_less_than_a_chunk(monkeypatch):
     """A page-locked allocation is rounded up to a power of two: 2.2 GB in one piece would take 4 GB."""
     monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1024)
     snapshot = HostSnapshot(torch.device("cpu"))

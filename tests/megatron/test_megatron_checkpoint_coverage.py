@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from dataclasses import replace
 from functools import cache
 from math import prod
@@ -18,15 +18,13 @@ from hypothesis import strategies as st
 from support.expected_errors import raises
 from support.valid_layouts import valid_layouts
 from tiny_models import model_config
-from torch import Tensor
-from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, Metadata
 
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.megatron.checkpoint.sharded import StoredState, saved_items
 from megarl.megatron.checkpoint.storage import SavePlanner, check_index, check_written
 from megarl.megatron.engine.optimizer import StateShard
 from megarl.megatron.runtime.host_memory import TensorMemory
-from megarl.models import ModelConfig, ParallelLayout, WeightMap
+from megarl.models import ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap, LoraOptions
 
 RANKS = 8
@@ -39,18 +37,16 @@ ADAPTERS = (
 
 
 @cache
-def config_of(name: str) -> ModelConfig:
+def config_of(name):
     return model_config(**{**FAMILIES[name], "num_key_value_heads": 4})
 
 
 @cache
-def layouts_of(name: str, ranks: int) -> list[ParallelLayout]:
+def layouts_of(name, ranks):
     return valid_layouts(config_of(name), ranks)
 
 
-def optimizer_shards(
-    trained: Any, layout: ParallelLayout, rank: int, params: dict[str, Tensor], is_sharded: bool
-) -> dict[str, StateShard]:
+def optimizer_shards(trained, layout, rank, params, is_sharded):
     """Each parameter's state: random cuts over its replicas, of which some have none, or the whole on every replica."""
     coordinate, expert = layout.coordinate(rank), layout.expert_coordinate(rank)
     shards = {}
@@ -68,12 +64,12 @@ def optimizer_shards(
     return shards
 
 
-def shapes_of(trained: Any) -> dict[str, dict[str, tuple[int, ...]]]:
+def shapes_of(trained):
     shapes = trained.hf_shapes()
     return {"weight": shapes, "exp_avg": {n: shape for n, shape in shapes.items() if not trained.is_float32(n)}}
 
 
-def planned(trained: Any, layout: ParallelLayout, is_sharded: bool) -> Metadata:
+def planned(trained, layout, is_sharded):
     """The index of a save, as rank 0 plans it."""
     shapes, plans = shapes_of(trained), []
     for rank in range(layout.world_size):
@@ -90,9 +86,7 @@ def planned(trained: Any, layout: ParallelLayout, is_sharded: bool) -> Metadata:
 
 @settings(max_examples=40)
 @given(st.data(), st.sampled_from(sorted(FAMILIES)), st.sampled_from(ADAPTERS), st.booleans())
-def test_ranks_of_any_layout_save_each_element_once(
-    data: st.DataObject, name: str, lora: LoraOptions | None, is_sharded: bool
-) -> None:
+def test_ranks_of_any_layout_save_each_element_once(data, name, lora, is_sharded):
     config = config_of(name)
     layout = data.draw(st.sampled_from(layouts_of(name, RANKS)))
     weights = WeightMap(config, value_head="critic" in FAMILIES[name])
@@ -114,20 +108,20 @@ def test_ranks_of_any_layout_save_each_element_once(
         assert (count == 1).all(), key
 
 
-def removed(chunks: list[Any], at: int) -> None:
+def removed(chunks, at):
     del chunks[at]
 
 
-def repeated(chunks: list[Any], at: int) -> None:
+def repeated(chunks, at):
     chunks.append(chunks[at])
 
 
-def moved(chunks: list[Any], at: int) -> None:
+def moved(chunks, at):
     first, *others = chunks[at].offsets
     chunks[at] = replace(chunks[at], offsets=torch.Size([first + 1, *others]))
 
 
-def shortened(chunks: list[Any], at: int) -> None:
+def shortened(chunks, at):
     *others, last = chunks[at].sizes
     chunks[at] = replace(chunks[at], sizes=torch.Size([*others, last - 1]))
 
@@ -143,7 +137,7 @@ CODES: dict[Callable[[list[Any], int], None], set[str]] = {
 
 @settings(max_examples=30)
 @given(st.data(), st.sampled_from([*CODES]))
-def test_a_changed_block_is_refused(data: st.DataObject, change: Callable[[list[Any], int], None]) -> None:
+def test_a_changed_block_is_refused(data, change):
     layout = data.draw(st.sampled_from(layouts_of("qwen3_moe", 4)))
     trained = WeightMap(config_of("qwen3_moe"))
     index = planned(trained, layout, is_sharded=True)
@@ -155,7 +149,7 @@ def test_a_changed_block_is_refused(data: st.DataObject, change: Callable[[list[
     assert f"'{key}'" in caught.value.text and caught.value.code in CODES[change]
 
 
-def test_an_absent_unknown_or_reshaped_tensor_is_refused() -> None:
+def test_an_absent_unknown_or_reshaped_tensor_is_refused():
     trained = WeightMap(config_of("qwen3_moe"))
     shapes, key = shapes_of(trained), "model.norm.weight"
     changed: list[tuple[dict[str, tuple[int, ...]], str, str]] = [
@@ -170,12 +164,12 @@ def test_an_absent_unknown_or_reshaped_tensor_is_refused() -> None:
             check_index(index, {**shapes, "weight": others | expected})
 
 
-def blocks_of(index: Metadata) -> Iterator[tuple[str, ChunkStorageMetadata]]:
+def blocks_of(index):
     for key, tensor in index.state_dict_metadata.items():
         yield from ((key, chunk) for chunk in tensor.chunks)
 
 
-def test_a_block_that_no_rank_wrote_is_refused() -> None:
+def test_a_block_that_no_rank_wrote_is_refused():
     index = planned(WeightMap(config_of("tied")), ParallelLayout(tp=2), is_sharded=False)
     written = [(key, chunk.offsets) for key, chunk in blocks_of(index)]
     assert sum(prod(chunk.sizes) for _, chunk in blocks_of(index)) > 0

@@ -1,7 +1,5 @@
 """A flat range of a local parameter, cut into rectangles of Hugging Face tensors, against element-wise bookkeeping."""
 
-from __future__ import annotations
-
 from itertools import pairwise
 
 import numpy as np
@@ -15,7 +13,7 @@ from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, parse_mo
 SHAPE = (7, 5)
 
 
-def model_map(architecture: str) -> WeightMap:
+def model_map(architecture):
     raw = {
         "architectures": [architecture],
         "num_hidden_layers": 2,
@@ -40,7 +38,7 @@ def model_map(architecture: str) -> WeightMap:
     return WeightMap(parse_model_config(raw))
 
 
-def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
+def numbered(shapes):
     """Hugging Face tensors whose elements are numbered from 1, without repetition."""
     full, first = {}, 1
     for name, shape in shapes.items():
@@ -50,7 +48,7 @@ def numbered(shapes: dict[str, tuple[int, ...]]) -> dict[str, np.ndarray]:
     return full
 
 
-def local_of(param: LocalParam, full: dict[str, np.ndarray]) -> np.ndarray:
+def local_of(param, full):
     local = np.zeros(param.shape, dtype=int)
     for piece in param.pieces:
         stop = [at + size for at, size in zip(piece.at, piece.shape, strict=True)]
@@ -59,7 +57,7 @@ def local_of(param: LocalParam, full: dict[str, np.ndarray]) -> np.ndarray:
 
 
 @given(st.data())
-def test_blocks_cover_the_elements_of_the_range(data: st.DataObject) -> None:
+def test_blocks_cover_the_elements_of_the_range(data):
     weight_map = model_map(data.draw(st.sampled_from(["Qwen2ForCausalLM", "Qwen3_5ForCausalLM"])))
     layout = data.draw(st.sampled_from([ParallelLayout(), ParallelLayout(tp=2), ParallelLayout(tp=2, pp=2)]))
     rank = data.draw(st.integers(0, layout.world_size - 1))
@@ -80,7 +78,7 @@ def test_blocks_cover_the_elements_of_the_range(data: st.DataObject) -> None:
 
 
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 35])
-def test_data_parallel_cuts_cover_each_element_once(parts: int) -> None:
+def test_data_parallel_cuts_cover_each_element_once(parts):
     param = LocalParam("p", SHAPE, (Piece("hf", (2, 0), (9, 5), (0, 0)),))
     count = np.zeros((9, 5), dtype=int)
     cuts = np.linspace(0, 35, parts + 1).astype(int)
@@ -91,7 +89,7 @@ def test_data_parallel_cuts_cover_each_element_once(parts: int) -> None:
     assert (count[:2] == 0).all()
 
 
-def test_piece_that_does_not_span_its_rows_raises() -> None:
+def test_piece_that_does_not_span_its_rows_raises():
     param = LocalParam("p", SHAPE, (Piece("hf", (0, 0), (7, 4), (0, 1)),))
     with pytest.raises(ValueError, match=r"'p' of shape .* does not span its rows"):
         list(blocks_of_range(param, 0, 35))

@@ -3,16 +3,13 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
-from support.distributed import Place, ProcessPool
 
-from megarl.megatron import MegatronEngine, shutdown_runtime
+from megarl.megatron import shutdown_runtime
 from megarl.megatron.checkpoint.pending_save import HostSnapshot
 from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.checkpoint.storage import ItemWriter
@@ -36,7 +33,7 @@ CPU = torch.device("cpu")
 
 
 @contextmanager
-def recorded(cls: type, name: str) -> Iterator[list[Any]]:
+def recorded(cls, name):
     """Arguments of each call of a method."""
     calls: list[Any] = []
     real = getattr(cls, name)
@@ -46,7 +43,7 @@ def recorded(cls: type, name: str) -> Iterator[list[Any]]:
 
 
 @contextmanager
-def offloading_engine(place: Place, layout: ParallelLayout, dtype: str, parts: tuple[str, ...]) -> Iterator[Any]:
+def offloading_engine(place, layout, dtype, parts):
     """An engine whose offloaded tensors are spread over many chunks of host memory."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1008)
@@ -56,7 +53,7 @@ def offloading_engine(place: Place, layout: ParallelLayout, dtype: str, parts: t
             shutdown_runtime()
 
 
-def save_both(place: Place, layout: ParallelLayout, dtype: str, folder: str) -> dict[str, Any]:
+def save_both(place, layout, dtype, folder):
     """Saves with everything on the device, then with everything offloaded; and the continuation."""
     with offloading_engine(place, layout, dtype, PARTS) as engine:
         fill(engine)
@@ -75,7 +72,7 @@ def save_both(place: Place, layout: ParallelLayout, dtype: str, folder: str) -> 
         return rank_state(engine, range(2, 4))
 
 
-def save_before_the_first_step(place: Place, folder: str) -> dict[str, Any]:
+def save_before_the_first_step(place, folder):
     """An offloaded optimizer without moments, as of an actor during the critic's warm-up."""
     with offloading_engine(place, DP2, "bfloat16", PARTS) as engine:
         fill(engine)
@@ -86,7 +83,7 @@ def save_before_the_first_step(place: Place, folder: str) -> dict[str, Any]:
         return rank_state(engine, range(4))
 
 
-def device_bytes(engine: MegatronEngine) -> int:
+def device_bytes(engine):
     """Bytes of all weights and optimizer tensors that are not emptied."""
     assert engine.optimizer is not None
     tensors = [param.data for chunk in engine.chunks for param in chunk.parameters()]
@@ -96,7 +93,7 @@ def device_bytes(engine: MegatronEngine) -> int:
     return sum(tensor.untyped_storage().nbytes() for tensor in tensors)
 
 
-def train_while_saving(place: Place, folder: str, finish_first: bool) -> list[Any]:
+def train_while_saving(place, folder, finish_first):
     """The next step's offload comes while the save is pending, or after it."""
     with offloading_engine(place, DP2, "bfloat16", PARTS) as engine:
         fill(engine)
@@ -122,7 +119,7 @@ def train_while_saving(place: Place, folder: str, finish_first: bool) -> list[An
         return [kept, {**state, "steps": first + state["steps"]}]
 
 
-def load_offloaded(place: Place, layout: ParallelLayout, dtype: str, folder: str) -> dict[str, Any]:
+def load_offloaded(place, layout, dtype, folder):
     with offloading_engine(place, layout, dtype, PARTS) as engine:
         engine.offload()
         with recorded(Offloader, "onload") as onloads:
@@ -131,7 +128,7 @@ def load_offloaded(place: Place, layout: ParallelLayout, dtype: str, folder: str
         return rank_state(engine, range(2, 4))
 
 
-def resume(place: Place, folder: str, first: int) -> dict[str, Any]:
+def resume(place, folder, first):
     """Load in a resident role, and continue with step ``first``."""
     try:
         engine = build(place, DP2, {"dtype": "bfloat16"}, seed=99)
@@ -141,7 +138,7 @@ def resume(place: Place, folder: str, first: int) -> dict[str, Any]:
         shutdown_runtime()
 
 
-def load_weights_only(place: Place, folder: str, parts: tuple[str, ...]) -> dict[str, Any]:
+def load_weights_only(place, folder, parts):
     """Adam restarts; its float32 weights are those of the checkpoint."""
     with offloading_engine(place, DP2, "bfloat16", parts) as engine:
         engine.offload()
@@ -150,7 +147,7 @@ def load_weights_only(place: Place, folder: str, parts: tuple[str, ...]) -> dict
         return rank_state(engine, range(4))
 
 
-def save_weights_only(place: Place, folder: str) -> tuple[str, ...]:
+def save_weights_only(place, folder):
     """Offloaded parts after a save of resident weights beside an offloaded optimizer."""
     with offloading_engine(place, DP2, "float32", (OPTIMIZER,)) as engine:
         fill(engine)
@@ -160,14 +157,14 @@ def save_weights_only(place: Place, folder: str) -> tuple[str, ...]:
         return engine.offload_manager.offloaded
 
 
-def copies_of_clean_weights(place: Place) -> list[int]:
+def copies_of_clean_weights(place):
     """Tensors copied to host memory by the offload after each phase."""
     with offloading_engine(place, DP2, "bfloat16", PARTS) as engine:
         fill(engine)
         counts = []
         with recorded(HostBuffer, "write") as writes:
 
-            def end_phase() -> None:
+            def end_phase():
                 engine.offload()
                 counts.append(sum(len(data) for (data,) in writes))
                 writes.clear()
@@ -188,20 +185,18 @@ def copies_of_clean_weights(place: Place) -> list[int]:
 # ---- tests
 
 
-def assert_same_training(actual: list[dict[str, Any]], expected: list[dict[str, Any]]) -> None:
+def assert_same_training(actual, expected):
     """Same metrics, weights and optimizer state, without random generators."""
     for mine, other in zip(actual, expected, strict=True):
         assert all(mine[key] == other[key] for key in ("steps", "digest", "adam", "counts"))
 
 
-def contents(folder: Path) -> dict[str, bytes]:
+def contents(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [(TP2PP2, "float32"), (DP2, "bfloat16")])
-def test_save_of_an_offloaded_role_is_the_same_to_the_byte_and_onloads_nothing(
-    pool: ProcessPool, tmp_path: Path, layout: ParallelLayout, dtype: str
-) -> None:
+def test_save_of_an_offloaded_role_is_the_same_to_the_byte_and_onloads_nothing(pool, tmp_path, layout, dtype):
     size = layout.world_size
     reports = pool.run(save_both, size, layout, dtype, str(tmp_path))
     resident = contents(tmp_path / "resident")
@@ -214,42 +209,38 @@ def test_save_of_an_offloaded_role_is_the_same_to_the_byte_and_onloads_nothing(
 
 
 @pytest.mark.parametrize(("layout", "dtype"), [(TP2PP2, "float32"), (DP2, "bfloat16")])
-def test_load_into_an_offloaded_role_resumes_exactly_and_onloads_nothing(
-    pool: ProcessPool, tmp_path: Path, layout: ParallelLayout, dtype: str
-) -> None:
+def test_load_into_an_offloaded_role_resumes_exactly_and_onloads_nothing(pool, tmp_path, layout, dtype):
     size = layout.world_size
     reports = pool.run(save_both, size, layout, dtype, str(tmp_path))
     resumed = pool.run(load_offloaded, size, layout, dtype, str(tmp_path / "resident"))
     assert_same_bits(resumed, reports)
 
 
-def test_save_before_the_first_step_creates_the_moments_in_host_memory(pool: ProcessPool, tmp_path: Path) -> None:
+def test_save_before_the_first_step_creates_the_moments_in_host_memory(pool, tmp_path):
     reports = pool.run(save_before_the_first_step, 2, str(tmp_path / "new"))
     resumed = pool.run(resume, 2, str(tmp_path / "new"), 0)
     assert_same_bits(resumed, reports)
 
 
 @pytest.mark.parametrize("finish_first", [True, False])
-def test_background_save_keeps_its_host_memory_until_it_is_written(
-    pool: ProcessPool, tmp_path: Path, finish_first: bool
-) -> None:
+def test_background_save_keeps_its_host_memory_until_it_is_written(pool, tmp_path, finish_first):
     results = pool.run(train_while_saving, 2, str(tmp_path / "saved"), finish_first)
     assert [kept for kept, _ in results] == [[finish_first, finish_first]] * 2
     resumed = pool.run(resume, 2, str(tmp_path / "saved"), 1)
     assert_same_training(resumed, [state for _, state in results])
 
 
-def test_load_of_weights_alone_restarts_an_offloaded_optimizer(pool: ProcessPool, tmp_path: Path) -> None:
+def test_load_of_weights_alone_restarts_an_offloaded_optimizer(pool, tmp_path):
     pool.run(save_both, 2, DP2, "bfloat16", str(tmp_path))
     resident, offloaded = (pool.run(load_weights_only, 2, str(tmp_path / "resident"), parts) for parts in ((), PARTS))
     assert_same_training(offloaded, resident)
 
 
-def test_save_of_weights_leaves_an_offloaded_optimizer_in_host_memory(pool: ProcessPool, tmp_path: Path) -> None:
+def test_save_of_weights_leaves_an_offloaded_optimizer_in_host_memory(pool, tmp_path):
     assert pool.run(save_weights_only, 2, str(tmp_path / "model")) == [(OPTIMIZER,)] * 2
 
 
-def test_unchanged_weights_are_offloaded_without_a_copy(pool: ProcessPool) -> None:
+def test_unchanged_weights_are_offloaded_without_a_copy(pool):
     for first, sync, update, second_sync, changed in pool.run(copies_of_clean_weights, 2):
         assert first > 0 and update > first  # the moments are new
         assert sync == second_sync == 0

@@ -5,12 +5,11 @@ from __future__ import annotations
 import math
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from engine_cases import Setup, assemble, engine, in_parts, micro_batches, policy_loss, value_loss
-from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, policy_reference, rows, save_model, value_reference
 from torch import Tensor
 
@@ -51,7 +50,7 @@ class Run(NamedTuple):
     weights: dict[str, Tensor]
 
 
-def run(place: Place, path: Path, setup: Setup) -> Run:
+def run(place, path, setup):
     computed: list[int] = []
     with engine(place, path, setup) as built:
         attentions = [m for chunk in built.chunks for m in chunk.modules() if isinstance(m, PackedAttention)]
@@ -82,7 +81,7 @@ class Reference(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def references(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+def references(pool, tmp_path_factory):
     built = {}
     for name, settings in MODELS.items():
         path, critic = tmp_path_factory.mktemp(name), name == "critic"
@@ -95,9 +94,7 @@ def references(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> d
 
 
 @pytest.mark.parametrize(("model", "name"), CASES)
-def test_context_parallel_outputs_equal_single_rank(
-    pool: ProcessPool, references: dict[str, Reference], model: str, name: str
-) -> None:
+def test_context_parallel_outputs_equal_single_rank(pool, references, model, name):
     reference = references[model]
     setup = SETUPS[name]._replace(value_head=model == "critic")
     results = pool.run(run, setup.layout.world_size, reference.path, setup)
@@ -124,12 +121,12 @@ def test_context_parallel_outputs_equal_single_rank(
     assert results[0].computed * setup.layout.cp == computed_tokens(setup)
 
 
-def test_one_rank_computes_no_padding_tokens(references: dict[str, Reference]) -> None:
+def test_one_rank_computes_no_padding_tokens(references):
     for reference in references.values():
         assert reference.single.computed == sum(len(row.prompt) + len(row.response) for row in BATCHES[0])
 
 
-def computed_tokens(setup: Setup) -> int:
+def computed_tokens(setup):
     """Tokens of a forward pass over the first batch: up to ``2 * cp - 1`` padding tokens per sequence."""
     unit, total = 2 * setup.layout.cp, 0
     filled = math.lcm(unit, setup.layout.cp * setup.layout.tp) if setup.sequence_parallel else unit
@@ -140,19 +137,19 @@ def computed_tokens(setup: Setup) -> int:
     return total
 
 
-def check_outputs(expected: list[tuple[Tensor, ...]], outputs: tuple[Tensor, ...] | None) -> None:
+def check_outputs(expected, outputs):
     assert outputs is not None
     for number, flat in enumerate(outputs):
         for ours, theirs in zip(in_parts(flat, BATCHES[0]), expected, strict=True):
             assert (ours - theirs[number]).abs().max() < 1e-5
 
 
-def assembled(reference: Reference, setup: Setup, results: list[Run], what: str, step: int | None = None) -> Any:
+def assembled(reference, setup, results, what, step=None):
     local = [getattr(result, what) if step is None else getattr(result, what)[step] for result in results]
     return assemble(reference.path, setup._replace(value_head=reference.setup.value_head), local)
 
 
-def check_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def check_same(ours, theirs):
     scale = max(tensor.abs().max().item() for tensor in theirs.values())
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")

@@ -8,20 +8,20 @@ from hypothesis import strategies as st
 from support.expected_errors import raises
 
 from megarl.megatron import PackedMicroBatch
-from megarl.megatron.layers.context_parallel import MicroBatchPart, context_parallel_part, padded_lengths, rank_indices
+from megarl.megatron.layers.context_parallel import context_parallel_part, padded_lengths, rank_indices
 from tests.megatron.test_megatron_packed import ROWS, make_rows
 
 RANKS = st.integers(1, 5)
 MULTIPLES = st.sampled_from([1, 2, 3, 4, 8])
 
 
-def parts_of(packed: PackedMicroBatch, ranks: int, multiple: int) -> list[MicroBatchPart]:
+def parts_of(packed, ranks, multiple):
     return [context_parallel_part(packed, ranks, rank, multiple) for rank in range(ranks)]
 
 
 @settings(max_examples=80)
 @given(st.lists(st.integers(1, 40), min_size=1, max_size=8), RANKS, MULTIPLES)
-def test_padding_is_minimal(lengths: list[int], ranks: int, multiple: int) -> None:
+def test_padding_is_minimal(lengths, ranks, multiple):
     padded = padded_lengths(lengths, ranks, multiple)
     unit = 2 * ranks if ranks > 1 else 1
     assert all(0 <= p - n < unit and p % unit == 0 for n, p in zip(lengths, padded, strict=False))
@@ -37,7 +37,7 @@ def test_padding_is_minimal(lengths: list[int], ranks: int, multiple: int) -> No
 
 @settings(max_examples=80)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=6), RANKS)
-def test_zigzag_balances_tokens_and_attention(chunks: list[int], ranks: int) -> None:
+def test_zigzag_balances_tokens_and_attention(chunks, ranks):
     lengths = [2 * ranks * chunk for chunk in chunks]
     held = [rank_indices(lengths, ranks, rank) for rank in range(ranks)]
     assert torch.equal(torch.cat(held).sort().values, torch.arange(sum(lengths)))
@@ -48,7 +48,7 @@ def test_zigzag_balances_tokens_and_attention(chunks: list[int], ranks: int) -> 
 
 @settings(max_examples=80)
 @given(ROWS, RANKS, MULTIPLES)
-def test_parts_cover_every_token_once(lengths: list[tuple[int, int]], ranks: int, multiple: int) -> None:
+def test_parts_cover_every_token_once(lengths, ranks, multiple):
     packed = PackedMicroBatch.from_rows(make_rows(lengths))
     parts = parts_of(packed, ranks, multiple)
     whole: list[list[int]] = [[-1] * length for length in parts[0].lengths]
@@ -78,7 +78,7 @@ def test_parts_cover_every_token_once(lengths: list[tuple[int, int]], ranks: int
 
 @settings(max_examples=80)
 @given(ROWS, RANKS, MULTIPLES)
-def test_gathered_outputs_are_in_row_order(lengths: list[tuple[int, int]], ranks: int, multiple: int) -> None:
+def test_gathered_outputs_are_in_row_order(lengths, ranks, multiple):
     packed = PackedMicroBatch.from_rows(make_rows(lengths))
     parts = parts_of(packed, ranks, multiple)
     before, targets = packed.tokens[packed.read_at], packed.targets
@@ -94,7 +94,7 @@ def test_gathered_outputs_are_in_row_order(lengths: list[tuple[int, int]], ranks
         assert torch.equal(gathered[part.sources], targets)
 
 
-def test_single_rank_part_has_no_padding() -> None:
+def test_single_rank_part_has_no_padding():
     packed = PackedMicroBatch.from_rows(make_rows([(3, 2), (1, 1), (2, 3)]))
     part = context_parallel_part(packed)
     assert torch.equal(part.tokens, packed.tokens)
@@ -103,14 +103,14 @@ def test_single_rank_part_has_no_padding() -> None:
     assert part.runs() == ((1, 2), (2, 5))
 
 
-def test_filler_is_a_separate_last_sequence() -> None:
+def test_filler_is_a_separate_last_sequence():
     packed = PackedMicroBatch.from_rows(make_rows([(3, 2), (1, 1)]))
     assert context_parallel_part(packed, multiple=4).lengths == (2, 5, 1)
     assert context_parallel_part(packed, 2, 0, 4).lengths == (4, 8, 4)
     assert context_parallel_part(packed, 2, 0).runs() == ((1, 4), (1, 8))
 
 
-def test_shared_prompts_raise_on_several_ranks() -> None:
+def test_shared_prompts_raise_on_several_ranks():
     prompt = torch.tensor([5, 6])
     rows = [(prompt, torch.tensor([7])), (torch.tensor([9]), torch.tensor([8])), (prompt, torch.tensor([1, 2]))]
     packed = PackedMicroBatch.from_rows(rows, share_prompts=True)

@@ -63,11 +63,11 @@ OFF_OUR_WAY = {
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shim() -> None:
+def shim():
     cuda_on_cpu.install()
 
 
-def test_device_cuda_is_cpu_inside_the_scope_only() -> None:
+def test_device_cuda_is_cpu_inside_the_scope_only():
     with cuda_on_cpu.active():
         assert torch.zeros(2, device="cuda").device.type == "cpu"
         assert torch.zeros(2).to("cuda:0").device.type == "cpu"
@@ -77,7 +77,7 @@ def test_device_cuda_is_cpu_inside_the_scope_only() -> None:
         torch.zeros(2, device="cuda")
 
 
-def test_seeds_are_not_stored_for_absent_accelerators() -> None:
+def test_seeds_are_not_stored_for_absent_accelerators():
     """Without the bridge torch keeps each with a stack, for an initialization that never comes."""
     accelerators = [getattr(torch, name) for name in cuda_on_cpu.ABSENT_ACCELERATORS if hasattr(torch, name)]
     stored = [len(accelerator._queued_calls) for accelerator in accelerators]
@@ -88,7 +88,7 @@ def test_seeds_are_not_stored_for_absent_accelerators() -> None:
     assert stored and stored == [len(accelerator._queued_calls) for accelerator in accelerators]
 
 
-def test_tensor_types_are_cuda_inside_the_scope_only() -> None:
+def test_tensor_types_are_cuda_inside_the_scope_only():
     with cuda_on_cpu.active():
         assert torch.zeros(1).type() == "torch.cuda.FloatTensor"
         assert torch.zeros(1).bfloat16().type() == "torch.cuda.BFloat16Tensor"
@@ -97,10 +97,10 @@ def test_tensor_types_are_cuda_inside_the_scope_only() -> None:
     assert torch.zeros(1).type() == "torch.FloatTensor"
 
 
-def test_scope_nests_and_belongs_to_a_thread() -> None:
+def test_scope_nests_and_belongs_to_a_thread():
     seen: list[str] = []
 
-    def elsewhere() -> None:
+    def elsewhere():
         seen.append(torch.zeros(1).type())
         with cuda_on_cpu.active():
             seen.append(torch.zeros(1).type())
@@ -114,7 +114,7 @@ def test_scope_nests_and_belongs_to_a_thread() -> None:
     assert seen == ["torch.FloatTensor", "torch.cuda.FloatTensor"]
 
 
-def test_cuda_random_states_are_the_cpu_states() -> None:
+def test_cuda_random_states_are_the_cpu_states():
     with cuda_on_cpu.active():
         torch.cuda.manual_seed(3)
         state = torch.cuda.get_rng_state()
@@ -123,7 +123,7 @@ def test_cuda_random_states_are_the_cpu_states() -> None:
         assert torch.equal(torch.rand(3), first)
 
 
-def test_every_cuda_call_of_megatron_is_replaced() -> None:
+def test_every_cuda_call_of_megatron_is_replaced():
     """If this fails after an upgrade: replace the call in ``cuda_on_cpu.install``, or add it to ``OFF_OUR_WAY``."""
     uncovered: dict[str, set[str]] = {}
     for file in megatron_files():
@@ -133,20 +133,20 @@ def test_every_cuda_call_of_megatron_is_replaced() -> None:
     assert not uncovered
 
 
-def test_scan_finds_cuda_calls() -> None:
+def test_scan_finds_cuda_calls():
     code = "import torch\nfrom torch.cuda import Stream as S\ntorch.cuda.synchronize()\nx = torch.cuda.nvtx.range_push"
     assert cuda_names(ast.parse(code)) == {"Stream", "synchronize", "nvtx"}
     assert len(megatron_files()) > 40
 
 
-def test_importing_megatron_does_not_load_the_compiler() -> None:
+def test_importing_megatron_does_not_load_the_compiler():
     code = "import sys, megarl.megatron, torch; print('torch._inductor.compile_fx' in sys.modules, torch.compile)"
     answer = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
     assert answer.stdout.startswith("False <function compile at")
     assert "Warning" not in answer.stderr
 
 
-def test_missing_function_raises(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_function_raises(monkeypatch):
     from megatron.core.tensor_parallel import random
 
     monkeypatch.setattr(cuda_on_cpu, "_installed", False)
@@ -155,7 +155,7 @@ def test_missing_function_raises(monkeypatch: pytest.MonkeyPatch) -> None:
         cuda_on_cpu.install()
 
 
-def megatron_files() -> list[Path]:
+def megatron_files():
     spec = importlib.util.find_spec("megatron.core")
     assert spec is not None and spec.origin is not None
     root = Path(spec.origin).parent
@@ -167,7 +167,7 @@ def megatron_files() -> list[Path]:
     return files
 
 
-def cuda_names(tree: ast.AST) -> set[str]:
+def cuda_names(tree):
     """Names ``x`` of ``torch.cuda.x`` and ``from torch.cuda import x``."""
     names = set()
     for node in ast.walk(tree):

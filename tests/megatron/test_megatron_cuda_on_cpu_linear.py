@@ -1,5 +1,3 @@
-from __future__ import annotations
-
 import pytest
 import torch
 import torch.nn.functional as F
@@ -7,13 +5,13 @@ import torch.nn.functional as F
 from megarl.megatron.runtime.cuda_on_cpu import parallel_linear
 
 
-def refused(*_: object, **__: object) -> torch.Tensor:
+def refused(*_, **__):
     raise AssertionError("Megatron's own function was called")
 
 
 @pytest.mark.parametrize("with_bias", [False, True])
 @pytest.mark.parametrize("frozen", [False, True])
-def test_gradients_equal_torch(with_bias: bool, frozen: bool) -> None:
+def test_gradients_equal_torch(with_bias, frozen):
     torch.manual_seed(0)
     inputs, weight = torch.randn(7, 1, 8, requires_grad=True), torch.randn(6, 8, requires_grad=not frozen)
     bias = torch.randn(6, requires_grad=True) if with_bias else None
@@ -26,11 +24,11 @@ def test_gradients_equal_torch(with_bias: bool, frozen: bool) -> None:
     torch.testing.assert_close(ours, theirs)
 
 
-def test_inputs_without_kernel_use_megatron() -> None:
+def test_inputs_without_kernel_use_megatron():
     inputs, weight = torch.randn(2, 4, dtype=torch.bfloat16), torch.randn(3, 4, dtype=torch.bfloat16)
     seen = []
 
-    def original(*args: object, **kwargs: object) -> torch.Tensor:
+    def original(*args, **kwargs):
         seen.append((args[3:], kwargs))
         return torch.zeros(2, 3)
 

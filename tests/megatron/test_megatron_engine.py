@@ -1,14 +1,9 @@
 """Memory of the engine during inference: logits of one micro-batch at a time."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 from alive import Alive
 from engine_cases import Setup, engine, micro_batches
-from support.distributed import Place, ProcessPool
-from tiny_models import TEMPERATURE, Row, rows_of, save_model
+from tiny_models import TEMPERATURE, rows_of, save_model
 
 from megarl.megatron import OutputOptions
 from megarl.models import ParallelLayout
@@ -32,13 +27,13 @@ LAYOUTS = {
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save_model(path, "qwen2", vocab_size=VOCAB, num_hidden_layers=4)
     return path
 
 
-def peak(place: Place, path: Path, setup: Setup, rows: list[Row], with_entropy: bool) -> int:
+def peak(place, path, setup, rows, with_entropy):
     """Peak bytes besides weights during the log-probs of all micro-batches."""
     with engine(place, path, setup) as built:
         with Alive([param.data for chunk in built.chunks for param in chunk.parameters()]) as alive:
@@ -48,9 +43,7 @@ def peak(place: Place, path: Path, setup: Setup, rows: list[Row], with_entropy: 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
 @pytest.mark.parametrize("name", LAYOUTS)
-def test_one_micro_batch_of_logits_is_alive_at_a_time(
-    pool: ProcessPool, path: Path, name: str, with_entropy: bool
-) -> None:
+def test_one_micro_batch_of_logits_is_alive_at_a_time(pool, path, name, with_entropy):
     """The logits, the shifted ones and their exponentials, which entropies reuse."""
     layout = LAYOUTS[name]
     setup = Setup(layout, rows_per_micro_batch=1)

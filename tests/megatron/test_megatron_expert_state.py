@@ -1,23 +1,15 @@
 """Expert parallelism: training state and weights round-trip through files bit for bit."""
 
-from __future__ import annotations
-
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
-
 import engine_cases
 import pytest
 import torch
 from engine_cases import Setup, assemble, engine, micro_batches, policy_loss, refusal
 from family_cases import MODELS, in_checkpoint_names, reference
 from safetensors.torch import load_file, save_file
-from support.distributed import Place, ProcessPool
 from support.valid_layouts import ALL, of_release, paired_layouts
 from tiny_models import TEMPERATURE, model_config, rows, save_model
-from torch import Tensor
 
-from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions
+from megarl.megatron import OptimizerOptions, OutputOptions
 from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.models import ParallelLayout
 
@@ -28,16 +20,14 @@ RESUMED = {"deepseek_v3": MODELS["deepseek_v3"], "gpt_oss": {**MODELS["gpt_oss"]
 ADAM = OptimizerOptions(lr=1e-2, weight_decay=0.1, eps=1e-5)  # a small eps amplifies rounding
 
 
-def take_steps(built: MegatronEngine, setup: Setup, seeds: range) -> None:
+def take_steps(built, setup, seeds):
     for seed in seeds:
         mine = micro_batches(rows(seed), setup, built.runtime.coordinate.dp, setup.layout.dp)
         built.forward_backward(mine, policy_loss, OutputOptions(temperature=TEMPERATURE, with_entropy=True))
         assert not built.optimizer_step().skipped
 
 
-def train(
-    place: Place, path: Path, setup: Setup, seeds: range, load: Path | None = None, save: Path | None = None
-) -> dict[str, Tensor]:
+def train(place, path, setup, seeds, load=None, save=None):
     """Weights after some steps; with ``save`` a checkpoint is written one step before the end."""
     with engine(place, path, setup) as built:
         if load is not None:
@@ -53,7 +43,7 @@ def train(
 
 
 @pytest.fixture(scope="module")
-def alone(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, dict[str, Tensor]]]:
+def alone(pool, tmp_path_factory):
     """Each model, and its weights after training in one process."""
     results = {}
     for model in RESUMED:
@@ -63,7 +53,7 @@ def alone(pool: ProcessPool, tmp_path_factory: pytest.TempPathFactory) -> dict[s
     return results
 
 
-def resume_cases() -> Iterator[Any]:
+def resume_cases():
     """Pairs of layouts: one to train and resume in, one to resume in as well."""
     for model, every in (("deepseek_v3", 1 if ALL else 2), ("gpt_oss", 2)):
         layouts = paired_layouts(model_config(**RESUMED[model]), 4)
@@ -75,14 +65,14 @@ def resume_cases() -> Iterator[Any]:
 
 @pytest.mark.parametrize(("model", "dtype", "layout", "elsewhere"), resume_cases())
 def test_resumed_training_is_bit_exact(
-    pool: ProcessPool,
-    tmp_path: Path,
-    alone: dict[str, tuple[Path, dict[str, Tensor]]],
-    model: str,
-    dtype: torch.dtype,
-    layout: ParallelLayout,
-    elsewhere: ParallelLayout,
-) -> None:
+    pool,
+    tmp_path,
+    alone,
+    model,
+    dtype,
+    layout,
+    elsewhere,
+):
     folder, expected = alone[model]
     setup = setup_of(layout, dtype)
     through = pool.run(train, layout.world_size, folder, setup, range(2), None, tmp_path / "state")
@@ -98,11 +88,11 @@ def test_resumed_training_is_bit_exact(
             assert_trained_alike(folder, model, assemble(folder, place, weights), expected)
 
 
-def setup_of(layout: ParallelLayout, dtype: torch.dtype) -> Setup:
+def setup_of(layout, dtype):
     return Setup(layout, dtype=dtype, optimizer=ADAM, rows_per_micro_batch=2 if layout.vpp > 1 else 3)
 
 
-def assert_trained_alike(folder: Path, model: str, actual: dict[str, Tensor], expected: dict[str, Tensor]) -> None:
+def assert_trained_alike(folder, model, actual, expected):
     """Assert that weights are close to those of one process, and that all but the correction bias were trained."""
     start = in_checkpoint_names(load_file(folder / "model.safetensors"), MODELS[model]["family"])
     atol = 1e-2 * ADAM.lr  # of the smallest gradients
@@ -119,9 +109,7 @@ NORMED = [ParallelLayout(tp=2, etp=1), ParallelLayout(tp=2, ep=2, etp=1), Parall
     of_release([*((layout, True) for layout in NORMED), (NORMED[1], False)], [(layout, False) for layout in NORMED]),
     ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else str(value),
 )
-def test_gradient_norm_has_each_bias_and_sink_once(
-    pool: ProcessPool, tmp_path: Path, layout: ParallelLayout, distributed: bool
-) -> None:
+def test_gradient_norm_has_each_bias_and_sink_once(pool, tmp_path, layout, distributed):
     theirs = reference(tmp_path, MODELS["gpt_oss"], rows())
     norm = torch.stack([grad.square().sum() for grad in theirs.grads.values()]).sum().sqrt().item()
     adam = OptimizerOptions(lr=1e-2, use_distributed_optimizer=distributed)
@@ -130,7 +118,7 @@ def test_gradient_norm_has_each_bias_and_sink_once(
         assert answer.steps[0].grad_norm == pytest.approx(norm, rel=1e-5)
 
 
-def export(place: Place, path: Path, setup: Setup, target: Path) -> None:
+def export(place, path, setup, target):
     with engine(place, path, setup) as built:
         built.export_hf(target, source=path)
 
@@ -147,9 +135,7 @@ def export(place: Place, path: Path, setup: Setup, target: Path) -> None:
         ("token_critic", ParallelLayout(tp=2), None),
     ],
 )
-def test_round_trip_is_bit_exact(
-    pool: ProcessPool, tmp_path: Path, model: str, layout: ParallelLayout, bias_dtype: torch.dtype | None
-) -> None:
+def test_round_trip_is_bit_exact(pool, tmp_path, model, layout, bias_dtype):
     original = save_model(tmp_path / "in", **MODELS[model])
     file = tmp_path / "in" / "model.safetensors"
     before = {
@@ -167,12 +153,12 @@ def test_round_trip_is_bit_exact(
     assert again.config.to_dict().keys() == original.config.to_dict().keys()
 
 
-def build(place: Place, path: Path, setup: Setup) -> None:
+def build(place, path, setup):
     with engine(place, path, setup):
         pass
 
 
-def test_expert_parallelism_of_a_dense_model_raises(pool: ProcessPool, tmp_path: Path) -> None:
+def test_expert_parallelism_of_a_dense_model_raises(pool, tmp_path):
     save_model(tmp_path, **MODELS["mistral"])
     for message in pool.run(refusal, 2, build, tmp_path, Setup(EXPERTS_OVER_DP)):
         assert "expert_model_parallel_size=2" in message and message.endswith("[layout.ep-without-experts]")

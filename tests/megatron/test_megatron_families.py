@@ -1,17 +1,11 @@
 """Each family computes transformers' outputs, expert selection and gradients, in every layout."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from engine_cases import Setup, assemble
-from family_cases import MODELS, Study, reference, study
-from support.distributed import ProcessPool
+from family_cases import MODELS, reference, study
 from support.valid_layouts import of_release
 from tiny_models import rows
-from torch import Tensor
 
 from megarl.megatron import OptimizerOptions
 from megarl.models import ParallelLayout
@@ -89,7 +83,7 @@ CASES = [(model, layout) for table in of_release([CI], [MORE]) for model in tabl
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path, Study]]:
+def references(tmp_path_factory):
     built = {}
     for name, settings in MODELS.items():
         path = tmp_path_factory.mktemp(name)
@@ -98,9 +92,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[Path
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_family_equals_transformers(
-    pool: ProcessPool, references: dict[str, tuple[Path, Study]], model: str, layout: str
-) -> None:
+def test_family_equals_transformers(pool, references, model, layout):
     path, theirs = references[model]
     sizes = LAYOUTS[layout]
     # Without the distributed optimizer each data-parallel rank has the whole gradient.
@@ -122,7 +114,7 @@ def test_family_equals_transformers(
     check_gradients(assemble(path, setup, [answer.grads for answer in ours]), theirs.grads)
 
 
-def check_outputs(sizes: ParallelLayout, ours: list[Study], theirs: Study) -> None:
+def check_outputs(sizes, ours, theirs):
     for rank, answer in enumerate(ours):
         where = sizes.coordinate(rank)
         expected = theirs.outputs[where.dp :: sizes.dp] if where.pp == sizes.pp - 1 else []
@@ -132,7 +124,7 @@ def check_outputs(sizes: ParallelLayout, ours: list[Study], theirs: Study) -> No
                 assert (values - reference_values).abs().max() < 1e-5
 
 
-def check_routing(sizes: ParallelLayout, ours: list[Study], theirs: Study) -> None:
+def check_routing(sizes, ours, theirs):
     """Same experts with the same weights, token by token."""
     lengths = [len(row.prompt) + len(row.response) for row in rows()]
     for rank, answer in enumerate(ours):
@@ -143,7 +135,7 @@ def check_routing(sizes: ParallelLayout, ours: list[Study], theirs: Study) -> No
             torch.testing.assert_close(mine, expected, rtol=1e-5, atol=1e-6)
 
 
-def check_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def check_gradients(ours, theirs):
     scale = max(grad.abs().max().item() for grad in theirs.values())
     untrained = {name for name in ours if name.endswith("e_score_correction_bias")}
     assert ours.keys() - untrained == theirs.keys()

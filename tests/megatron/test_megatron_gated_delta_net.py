@@ -1,19 +1,13 @@
 """Gated delta nets over sequences of several chunks, with recomputation, and through the kernels' interfaces."""
 
-from __future__ import annotations
-
 from itertools import pairwise
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 import torch.nn.functional as F
 from engine_cases import Setup, assemble, engine, micro_batches, policy_loss
 from family_cases import LINEAR
-from support.distributed import Place, ProcessPool
-from tiny_models import TEMPERATURE, Row, policy_reference, rows_of, save_model
-from torch import Tensor
+from tiny_models import TEMPERATURE, policy_reference, rows_of, save_model
 from transformers.models.qwen3_next.modeling_qwen3_next import torch_chunk_gated_delta_rule
 
 from megarl.megatron import OptimizerOptions, OutputOptions, RecomputeOptions
@@ -27,7 +21,7 @@ MODEL = {"family": "qwen3_5_text", "layer_types": ["linear_attention", "full_att
 MODEL |= {"max_position_embeddings": 512}
 
 
-def step(place: Place, path: Path, setup: Setup, batch: list[Row]) -> tuple[Tensor, dict[str, Tensor]]:
+def step(place, path, setup, batch):
     """Log-probs and gradients of one step."""
     with engine(place, path, setup) as built:
         mine = micro_batches(batch, setup)
@@ -46,9 +40,7 @@ def step(place: Place, path: Path, setup: Setup, batch: list[Row]) -> tuple[Tens
         (1, RecomputeOptions()),
     ],
 )
-def test_states_pass_between_chunks_of_one_sequence_only(
-    pool: ProcessPool, tmp_path: Path, tp: int, recompute: RecomputeOptions | None
-) -> None:
+def test_states_pass_between_chunks_of_one_sequence_only(pool, tmp_path, tp, recompute):
     reference = save_model(tmp_path, **MODEL)
     # transformers does not train the embedding of padding, token 0.
     batch = [row._replace(prompt=row.prompt.clamp_min(1), response=row.response.clamp_min(1)) for row in rows_of(LONG)]
@@ -77,9 +69,7 @@ def test_states_pass_between_chunks_of_one_sequence_only(
         )
 
 
-def rule_kernel(
-    q: Tensor, k: Tensor, v: Tensor, g: Tensor, beta: Tensor, *, use_qk_l2norm_in_kernel: bool, cu_seqlens: Tensor
-) -> tuple[Tensor, None]:
+def rule_kernel(q, k, v, g, beta, *, use_qk_l2norm_in_kernel, cu_seqlens):
     """flash-linear-attention's interface: one batch of packed sequences, with as many keys as values."""
     assert all(part.is_contiguous() and part.shape[:2] == v.shape[:2] for part in (q, k, v, g, beta))
     assert q.shape[2] == k.shape[2] == v.shape[2] and cu_seqlens.dtype is torch.int32
@@ -95,7 +85,7 @@ def rule_kernel(
     return torch.cat(parts, 1), None
 
 
-def convolution_kernel(x: Tensor, weight: Tensor, bias: Any, *, seq_idx: Tensor, activation: str) -> Tensor:
+def convolution_kernel(x, weight, bias, *, seq_idx, activation):
     """causal-conv1d's interface: ``[batch, channels, tokens]`` with neighbouring channels, and a number per token."""
     assert x.stride(1) == 1 and bias is None and activation == "silu"
     assert seq_idx.dtype is torch.int32 and seq_idx.shape == (1, x.shape[2])
@@ -107,7 +97,7 @@ def convolution_kernel(x: Tensor, weight: Tensor, bias: Any, *, seq_idx: Tensor,
     return torch.cat(parts, 2)
 
 
-def test_the_interfaces_of_the_kernels_give_the_results_of_torch() -> None:
+def test_the_interfaces_of_the_kernels_give_the_results_of_torch():
     """The kernels need a GPU; functions with their arguments take their place."""
     lengths = [5, 70, 1]
     tokens, ends = sum(lengths), torch.tensor([0, 5, 75, 76], dtype=torch.int32)

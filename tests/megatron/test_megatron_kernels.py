@@ -7,8 +7,7 @@ import inspect
 import os
 import subprocess
 import sys
-from collections.abc import Callable, Iterator
-from pathlib import Path
+from collections.abc import Callable
 from typing import Any, NamedTuple
 from unittest import mock
 
@@ -16,9 +15,7 @@ import pytest
 import torch
 import torch.nn.functional as F
 from family_cases import MODELS
-from support.distributed import Place, ProcessPool
 from tiny_models import model_config
-from torch import Tensor
 
 from megarl.megatron import init_runtime, shutdown_runtime
 from megarl.megatron.layers import kernels
@@ -32,7 +29,7 @@ RUNS = ((3, 4), (1, 5))
 ENDS = torch.tensor([0, 4, 8, 12, 17], dtype=torch.int32)
 
 
-def test_cpu_uses_torch_kernels() -> None:
+def test_cpu_uses_torch_kernels():
     chosen = kernels.kernels(model_config("llama"), torch.device("cpu"), torch.bfloat16, trains=False)
     assert chosen == ("torch", "torch's, length by length", "", "", "")
     assert chosen.describe().startswith("layers: torch, attention: torch's, length by length, Megatron-Core 0.")
@@ -41,7 +38,7 @@ def test_cpu_uses_torch_kernels() -> None:
 @pytest.mark.parametrize(
     ("usable", "experts"), [(True, "Transformer Engine's (grouped)"), (False, "one after the other")]
 )
-def test_kernel_of_the_experts_is_described(monkeypatch: pytest.MonkeyPatch, usable: bool, experts: str) -> None:
+def test_kernel_of_the_experts_is_described(monkeypatch, usable, experts):
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
     chosen = kernels.kernels(model_config("mixtral"), torch.device("cuda"), torch.bfloat16, trains=True)
     assert chosen.experts == experts and f", experts: {experts}, Adam: torch's, Megatron-Core" in chosen.describe()
@@ -56,9 +53,7 @@ def test_kernel_of_the_experts_is_described(monkeypatch: pytest.MonkeyPatch, usa
         (False, torch.float32, ("torch", "torch's, length by length")),
     ],
 )
-def test_gpu_uses_the_best_usable_kernels(
-    monkeypatch: pytest.MonkeyPatch, usable: bool, dtype: torch.dtype, expected: tuple[str, str]
-) -> None:
+def test_gpu_uses_the_best_usable_kernels(monkeypatch, usable, dtype, expected):
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
     assert kernels.kernels(model_config("llama"), torch.device("cuda"), dtype, trains=False)[:2] == expected
     windows = model_config(**MODELS["olmo3"])
@@ -67,7 +62,7 @@ def test_gpu_uses_the_best_usable_kernels(
 
 
 @pytest.fixture
-def kernel_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator[None]:
+def kernel_packages(monkeypatch, tmp_path):
     """Packages with the names and functions that megarl looks for."""
     (tmp_path / "fla" / "ops").mkdir(parents=True)
     (tmp_path / "fla" / "ops" / "gated_delta_rule.py").write_text("chunk_gated_delta_rule = print\n", encoding="utf-8")
@@ -80,7 +75,7 @@ def kernel_packages(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> Iterator
         del sys.modules[name]
 
 
-def test_gated_delta_nets_use_torch_without_the_packages() -> None:
+def test_gated_delta_nets_use_torch_without_the_packages():
     for device in ("cpu", "cuda"):
         chosen = kernels.kernels(model_config(**DELTA_NETS), torch.device(device), torch.bfloat16, trains=False)
         assert chosen.delta_nets == "torch's, in chunks"
@@ -95,9 +90,7 @@ def test_gated_delta_nets_use_torch_without_the_packages() -> None:
         ("cpu", torch.bfloat16, "torch's, in chunks"),
     ],
 )
-def test_gated_delta_nets_use_the_packages_on_a_gpu(
-    kernel_packages: None, device: str, dtype: torch.dtype, expected: str
-) -> None:
+def test_gated_delta_nets_use_the_packages_on_a_gpu(kernel_packages, device, dtype, expected):
     chosen = kernels.kernels(model_config(**DELTA_NETS), torch.device(device), dtype, trains=False)
     assert chosen.delta_nets == expected
 
@@ -124,7 +117,7 @@ print(transformer_engine.transformer_engine_error())
 @pytest.mark.parametrize(
     "error", ["OSError('libcublas.so.13: cannot open')", "ImportError('undefined symbol: _ZN2at')"]
 )
-def test_broken_transformer_engine_is_replaced_and_its_error_logged(tmp_path: Path, error: str) -> None:
+def test_broken_transformer_engine_is_replaced_and_its_error_logged(tmp_path, error):
     package = tmp_path / "transformer_engine"
     (package / "pytorch").mkdir(parents=True)
     for name, text in (("__init__", ""), ("common", ""), ("pytorch/__init__", BROKEN.format(error=error))):
@@ -149,13 +142,11 @@ def test_broken_transformer_engine_is_replaced_and_its_error_logged(tmp_path: Pa
         ("torch.optim.adamw", "torch's"),
     ],
 )
-def test_adam_kernel_is_named_by_package(module: str, name: str) -> None:
+def test_adam_kernel_is_named_by_package(module, name):
     assert kernels.adam_kernel(type("FusedAdam", (), {"__module__": module})) == name
 
 
-def by_sequence(
-    query: Tensor, key: Tensor, value: Tensor, cu_seq_q: Tensor, *_: Any, scale: float, **__: Any
-) -> Tensor:
+def by_sequence(query, key, value, cu_seq_q, *_, scale, **__):
     """Result of torch's packed kernel, by attention that runs on a CPU."""
     parts = []
     for start, stop in zip(cu_seq_q[:-1].tolist(), cu_seq_q[1:].tolist(), strict=True):
@@ -166,36 +157,36 @@ def by_sequence(
 
 
 def varlen_attn_of_torch_2_11(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
     *,
-    return_aux: object = None,
-    scale: float | None = None,
-    window_size: tuple[int, int] = (-1, -1),
-) -> Tensor:
+    return_aux=None,
+    scale=None,
+    window_size=(-1, -1),
+):
     raise AssertionError("runs on a GPU only")
 
 
 def varlen_attn_of_torch_2_10(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    cu_seq_q: Tensor,
-    cu_seq_k: Tensor,
-    max_q: int,
-    max_k: int,
-    is_causal: bool = False,
-    return_aux: object = None,
-) -> Tensor:
+    query,
+    key,
+    value,
+    cu_seq_q,
+    cu_seq_k,
+    max_q,
+    max_k,
+    is_causal=False,
+    return_aux=None,
+):
     raise AssertionError("runs on a GPU only")
 
 
-def test_grouped_queries_are_requested_only_from_a_torch_that_takes_the_request() -> None:
+def test_grouped_queries_are_requested_only_from_a_torch_that_takes_the_request():
     assert kernels.with_grouped_queries(varlen_attn_of_torch_2_10) is None
     assert kernels.with_grouped_queries(varlen_attn_of_torch_2_11) is varlen_attn_of_torch_2_11
     installed = kernels.packed_attention()
@@ -205,7 +196,7 @@ def test_grouped_queries_are_requested_only_from_a_torch_that_takes_the_request(
 
 
 @pytest.mark.parametrize("release", ["installed", "2.11"])
-def test_packed_kernel_equals_one_call_per_length(monkeypatch: pytest.MonkeyPatch, release: str) -> None:
+def test_packed_kernel_equals_one_call_per_length(monkeypatch, release):
     real = varlen_attn_of_torch_2_11
     if release == "installed":
         varlen = pytest.importorskip("torch.nn.attention.varlen", reason="this torch has no packed attention")
@@ -235,9 +226,7 @@ def test_packed_kernel_equals_one_call_per_length(monkeypatch: pytest.MonkeyPatc
     ("nope", "value_dim", "attention"),
     [(8, 16, "torch's varlen_attn"), (8, 8, "torch's, length by length"), (312, 320, "torch's, length by length")],
 )
-def test_attention_is_described_by_the_widths_of_its_heads(
-    monkeypatch: pytest.MonkeyPatch, nope: int, value_dim: int, attention: str
-) -> None:
+def test_attention_is_described_by_the_widths_of_its_heads(monkeypatch, nope, value_dim, attention):
     """Latent attention may have wider keys than values, which torch's packed kernel does not accept."""
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", False)
     sizes = {"qk_nope_head_dim": nope, "qk_rope_head_dim": 8, "v_head_dim": value_dim}
@@ -245,7 +234,7 @@ def test_attention_is_described_by_the_widths_of_its_heads(
     assert kernels.kernels(model, torch.device("cuda"), torch.bfloat16, trains=False).attention == attention
 
 
-def test_import_of_packed_attention_imports_what_its_first_call_needs() -> None:
+def test_import_of_packed_attention_imports_what_its_first_call_needs():
     has_dynamo = "print('torch._dynamo' in sys.modules)"
     start = "import sys; from megarl.megatron.layers import kernels"
     code = f"{start}; {has_dynamo}; kernels.packed_attention(); {has_dynamo}"
@@ -253,7 +242,7 @@ def test_import_of_packed_attention_imports_what_its_first_call_needs() -> None:
     assert done.stdout.split()[-2:] == ["False", "True"]
 
 
-def test_heads_without_flash_kernel_use_one_call_per_length() -> None:
+def test_heads_without_flash_kernel_use_one_call_per_length():
     on_gpu = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(17, 4, 64))
     assert kernels.fits_packed_attention(on_gpu, on_gpu) == (kernels.packed_attention() is not None)
     for other in ({"is_cuda": False}, {"dtype": torch.float32}, {"shape": (17, 4, 12)}, {"shape": (17, 4, 264)}):
@@ -269,7 +258,7 @@ class FusionCase(NamedTuple):
     warnings: list[str]
 
 
-def fusions_without_compiler(place: Place) -> FusionCase:
+def fusions_without_compiler(place):
     warnings: list[str] = []
     error = "no C compiler" if place.rank == 1 else ""
     dynamo = importlib.import_module("torch._dynamo")
@@ -293,7 +282,7 @@ def fusions_without_compiler(place: Place) -> FusionCase:
         shutdown_runtime()
 
 
-def test_fused_functions_run_uncompiled_on_all_ranks_if_one_lacks_a_compiler(pool: ProcessPool) -> None:
+def test_fused_functions_run_uncompiled_on_all_ranks_if_one_lacks_a_compiler(pool):
     text = "torch cannot compile, so fused operations run one by one (`megarl doctor`); rank 1: no C compiler"
     assert pool.run(fusions_without_compiler, 2) == [
         FusionCase([0.0, 1.0, 2.0], [text] * 3),
@@ -304,9 +293,7 @@ def test_fused_functions_run_uncompiled_on_all_ranks_if_one_lacks_a_compiler(poo
 @pytest.mark.parametrize(
     ("has_cuda", "missing", "copies"), [(True, [], False), (True, ["ninja"], True), (False, [], True)]
 )
-def test_recomputed_norms_copy_where_no_extension_can_be_built(
-    monkeypatch: pytest.MonkeyPatch, has_cuda: bool, missing: list[str], copies: bool
-) -> None:
+def test_recomputed_norms_copy_where_no_extension_can_be_built(monkeypatch, has_cuda, missing, copies):
     extension = object()
     monkeypatch.setattr(versions.random, "_get_share_storage", lambda: extension, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)

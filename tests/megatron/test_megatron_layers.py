@@ -1,14 +1,11 @@
 """The torch layers against plain formulas: values and gradients."""
 
-from __future__ import annotations
-
 import math
 from types import SimpleNamespace
 
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 
 from megarl.megatron.layers.kernels import window_attention
 from megarl.megatron.layers.torch_layers import (
@@ -20,7 +17,7 @@ from megarl.megatron.layers.torch_layers import (
     rotation_table,
 )
 from megarl.megatron.runtime import cuda_on_cpu
-from megarl.models import ModelConfig, parse_model_config
+from megarl.models import parse_model_config
 from megarl.models.rope import inverse_frequencies
 
 RUNS = ((3, 4), (1, 5), (2, 7))
@@ -28,13 +25,11 @@ HEADS, GROUPS, WIDTH = 4, 2, 6
 
 
 @pytest.fixture(scope="module", autouse=True)
-def shim() -> None:
+def shim():
     cuda_on_cpu.install()
 
 
-def config(
-    dtype: torch.dtype = torch.float32, sequence_parallel: bool = False, zero_centered: bool = False
-) -> SimpleNamespace:
+def config(dtype=torch.float32, sequence_parallel=False, zero_centered=False):
     return SimpleNamespace(
         params_dtype=dtype,
         sequence_parallel=sequence_parallel,
@@ -43,19 +38,19 @@ def config(
     )
 
 
-def gradients(output: Tensor, *inputs: Tensor) -> tuple[Tensor, ...]:
+def gradients(output, *inputs):
     seed = torch.randn(output.shape, generator=torch.Generator().manual_seed(9), dtype=output.dtype)
     return torch.autograd.grad(output, inputs, seed)
 
 
-def assert_same(ours: Tensor, theirs: Tensor, *inputs: Tensor) -> None:
+def assert_same(ours, theirs, *inputs):
     torch.testing.assert_close(ours, theirs, rtol=1e-5, atol=1e-5)
     for a, b in zip(gradients(ours, *inputs), gradients(theirs, *inputs), strict=True):
         torch.testing.assert_close(a, b, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("shape", [(5, 1, 8), (5, 1, 3, 8)])
-def test_rms_norm(shape: tuple[int, ...]) -> None:
+def test_rms_norm(shape):
     norm = RMSNorm(config(), 8, eps=1e-3)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(8))
@@ -64,7 +59,7 @@ def test_rms_norm(shape: tuple[int, ...]) -> None:
     assert_same(norm(inputs), theirs, inputs, norm.weight)
 
 
-def test_zero_centered_weights_are_added_to_one() -> None:
+def test_zero_centered_weights_are_added_to_one():
     norm = RMSNorm(config(zero_centered=True), 8, eps=1e-3)
     with torch.no_grad():
         norm.weight.copy_(torch.randn(8))
@@ -73,7 +68,7 @@ def test_zero_centered_weights_are_added_to_one() -> None:
     assert_same(norm(inputs), theirs, inputs, norm.weight)
 
 
-def test_half_precision_rms_norm_computes_in_single_precision() -> None:
+def test_half_precision_rms_norm_computes_in_single_precision():
     norm = RMSNorm(config(torch.bfloat16), 8)
     inputs = (torch.randn(5, 1, 8) * 100).bfloat16()
     exact = inputs.float() / (inputs.float().square().mean(-1, keepdim=True) + 1e-5).sqrt()
@@ -82,11 +77,11 @@ def test_half_precision_rms_norm_computes_in_single_precision() -> None:
 
 
 @pytest.mark.parametrize("sequence_parallel", [False, True])
-def test_rms_norm_marks_its_weight_for_sequence_parallelism(sequence_parallel: bool) -> None:
+def test_rms_norm_marks_its_weight_for_sequence_parallelism(sequence_parallel):
     assert RMSNorm(config(sequence_parallel=sequence_parallel), 8).weight.sequence_parallel is sequence_parallel
 
 
-def test_packed_attention_is_causal_attention_within_each_sequence() -> None:
+def test_packed_attention_is_causal_attention_within_each_sequence():
     torch.manual_seed(0)
     lengths = [length for count, length in RUNS for _ in range(count)]
     tokens = sum(lengths)
@@ -97,7 +92,7 @@ def test_packed_attention_is_causal_attention_within_each_sequence() -> None:
     sequences = PackedSequences(runs=RUNS, rotation=rotation)
     ours = PackedAttention(config())(query, key, value, None, packed_seq_params=sequences)
 
-    def turned(heads: Tensor, t: int, head: int) -> Tensor:
+    def turned(heads, t, head):
         a, b = heads[t, head, : WIDTH // 2], heads[t, head, WIDTH // 2 :]
         c, s = angles[t].cos(), angles[t].sin()
         return torch.cat([a * c - b * s, b * c + a * s])
@@ -117,7 +112,7 @@ def test_packed_attention_is_causal_attention_within_each_sequence() -> None:
 
 @pytest.mark.parametrize("window", [1, 3, 5, 12, 40])
 @pytest.mark.parametrize(("count", "seen"), [(12, 12), (4, 12), (1, 7)])
-def test_window_attention_is_attention_with_a_banded_mask(window: int, count: int, seen: int) -> None:
+def test_window_attention_is_attention_with_a_banded_mask(window, count, seen):
     torch.manual_seed(1)
     query = torch.randn(2, HEADS, count, WIDTH, requires_grad=True)
     key, value = (torch.randn(2, GROUPS, seen, WIDTH, requires_grad=True) for _ in range(2))
@@ -127,7 +122,7 @@ def test_window_attention_is_attention_with_a_banded_mask(window: int, count: in
     assert_same(window_attention(query, key, value, window, 0.3), theirs, query, key, value)
 
 
-def test_value_head_computes_in_single_precision() -> None:
+def test_value_head_computes_in_single_precision():
     head = ValueHead(config(torch.bfloat16), torch.device("cpu"))
     assert not head.weight.any()
     with torch.no_grad():
@@ -137,7 +132,7 @@ def test_value_head_computes_in_single_precision() -> None:
     torch.testing.assert_close(head(hidden), (hidden.float() * head.weight.float()).sum(-1))
 
 
-def llama(scaling: dict[str, object] | None) -> ModelConfig:
+def llama(scaling):
     raw = {
         "architectures": ["LlamaForCausalLM"],
         "hidden_size": 64,
@@ -165,7 +160,7 @@ def llama(scaling: dict[str, object] | None) -> ModelConfig:
         },
     ],
 )
-def test_rotary_table_equals_transformers(scaling: dict[str, object] | None) -> None:
+def test_rotary_table_equals_transformers(scaling):
     from transformers.models.llama.modeling_llama import LlamaConfig, LlamaRotaryEmbedding, apply_rotary_pos_emb
 
     model = llama(scaling)
@@ -178,7 +173,7 @@ def test_rotary_table_equals_transformers(scaling: dict[str, object] | None) -> 
     torch.testing.assert_close(ours, expected[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
 
 
-def test_rotation_gradient_equals_autograd() -> None:
+def test_rotation_gradient_equals_autograd():
     heads = torch.randn(6, 2, 8, requires_grad=True)
     angles = torch.randn(6, 1, 4)
     a, b = heads[..., :4], heads[..., 4:]
@@ -186,7 +181,7 @@ def test_rotation_gradient_equals_autograd() -> None:
     assert_same(rotate(heads, angles.cos(), angles.sin()), plain, heads)
 
 
-def test_half_precision_heads_are_rotated_in_single_precision() -> None:
+def test_half_precision_heads_are_rotated_in_single_precision():
     """Like SGLang's: a table in bfloat16 would be wrong by up to 2**-8 of each head."""
     positions = torch.tensor([0, 7, 5000, 31000])
     cosine, sine = rotation_table(positions, inverse_frequencies(llama(None)))

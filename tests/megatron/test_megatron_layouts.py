@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from unittest import mock
 
 import pytest
 import torch
 import torch.distributed as dist
 from engine_cases import Setup, assemble, engine, in_parts, micro_batches, policy_loss, refusal
-from support.distributed import Place, ProcessPool
-from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
+from tiny_models import TEMPERATURE, policy_reference, rows, save_model
 from torch import Tensor
 
 from megarl.megatron import OptimizerOptions, OutputOptions, OverlapOptions, RecomputeOptions, StepResult
@@ -63,11 +61,11 @@ class Run(NamedTuple):
     after: Tensor | None
 
 
-def run(place: Place, path: Path, setup: Setup, batches: list[list[Row]]) -> Run:
+def run(place, path, setup, batches):
     """Outputs, two steps, outputs again."""
     with engine(place, path, setup) as built:
 
-        def outputs() -> Tensor | None:
+        def outputs():
             answers = built.forward(micro_batches(batches[0], setup), OutputOptions(temperature=TEMPERATURE))
             return None if answers is None else torch.cat([answer.log_probs for answer in answers])
 
@@ -86,7 +84,7 @@ def run(place: Place, path: Path, setup: Setup, batches: list[list[Row]]) -> Run
 
 
 @pytest.fixture(scope="module")
-def model(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def model(tmp_path_factory):
     path = tmp_path_factory.mktemp("six_layers")
     return path, save_model(path, "qwen3", tied=True, num_hidden_layers=6)
 
@@ -95,14 +93,12 @@ BATCHES = [rows(1), rows(2)]
 
 
 @pytest.fixture(scope="module")
-def single(pool: ProcessPool, model: tuple[Path, Any]) -> Run:
+def single(pool, model):
     return pool.run(run, 1, model[0], SINGLE, BATCHES)[0]
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_every_layout_equals_a_single_process(
-    pool: ProcessPool, model: tuple[Path, Any], single: Run, name: str
-) -> None:
+def test_every_layout_equals_a_single_process(pool, model, single, name):
     path, reference = model
     # Interleaved schedules need a multiple of the stages: 4 micro-batches of 8 rows, or 3.
     setup = SETUPS[name]
@@ -124,33 +120,33 @@ def test_every_layout_equals_a_single_process(
         check_same(assemble(path, setup, [result.grads for result in results]), assemble(path, SINGLE, [single.grads]))
 
 
-def check_same(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
+def check_same(ours, theirs):
     scale = max(tensor.abs().max().item() for tensor in theirs.values())
     for name, tensor in theirs.items():
         torch.testing.assert_close(ours[name], tensor, rtol=1e-5, atol=1e-5 * scale, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def odd_number(place: Place, path: Path, setup: Setup) -> None:
+def odd_number(place, path, setup):
     with engine(place, path, setup) as built:
         built.forward(micro_batches(rows(), setup))
 
 
-def test_interleaved_schedule_raises_on_indivisible_micro_batches(pool: ProcessPool, model: tuple[Path, Any]) -> None:
+def test_interleaved_schedule_raises_on_indivisible_micro_batches(pool, model):
     for message in pool.run(refusal, 2, odd_number, model[0], SETUPS["pp2vpp3"]):
         assert "3 micro-batches with virtual_pipeline_model_parallel_size=3" in message
         assert " pipeline_model_parallel_size=2" in message and message.endswith("[batch.micro-batches-vpp]")
 
 
-def messages(place: Place, path: Path, setup: Setup) -> tuple[list[int], list[int]]:
+def messages(place, path, setup):
     """Ranks to which a stage connects at the start, and sizes of the tensors that it then receives in a forward run."""
     sent, received = [], []
     send, receive = dist.isend, dist.irecv
 
-    def isend(tensor: Tensor, dst: int, **options: Any) -> Any:
+    def isend(tensor, dst, **options):
         sent.append(dst)
         return send(tensor, dst, **options)
 
-    def irecv(tensor: Tensor, src: int, **options: Any) -> Any:
+    def irecv(tensor, src, **options):
         received.append(tensor.numel())
         return receive(tensor, src, **options)
 
@@ -165,9 +161,7 @@ def messages(place: Place, path: Path, setup: Setup) -> tuple[list[int], list[in
     return connected, received
 
 
-def test_stages_connect_before_the_first_step_and_then_exchange_nothing_but_activations(
-    pool: ProcessPool, model: tuple[Path, Any]
-) -> None:
+def test_stages_connect_before_the_first_step_and_then_exchange_nothing_but_activations(pool, model):
     """NCCL blocks the host at the first message of a pair, and a shape that is sent costs a synchronization."""
     setup = Setup(ParallelLayout(pp=3, vpp=2))
     tokens = [sum(len(row.prompt) + len(row.response) for row in rows()[start : start + 3]) for start in (0, 3, 6)]
@@ -179,7 +173,7 @@ def test_stages_connect_before_the_first_step_and_then_exchange_nothing_but_acti
         first = False
 
 
-def test_stages_of_a_plain_pipeline_know_the_sizes_too(pool: ProcessPool, model: tuple[Path, Any]) -> None:
+def test_stages_of_a_plain_pipeline_know_the_sizes_too(pool, model):
     setup = Setup(ParallelLayout(pp=2), rows_per_micro_batch=4)
     tokens = [sum(len(row.prompt) + len(row.response) for row in rows()[start : start + 4]) for start in (0, 4)]
     results = pool.run(messages, 2, model[0], setup)

@@ -1,12 +1,6 @@
-from __future__ import annotations
-
-from typing import Any
-
 import pytest
 import torch
 from alive import Alive
-from support.distributed import Place, ProcessPool
-from torch import Tensor
 
 from megarl.megatron.layers.logprobs import ReferenceHead, vocab_parallel_outputs
 from megarl.models import partition
@@ -14,7 +8,7 @@ from megarl.models import partition
 VOCAB, N = 23, 7
 
 
-def sample(width: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
+def sample(width, scale=3.0):
     """Logits whose padding columns would win if they counted, targets, and weights of the outputs in a loss."""
     generator = torch.Generator().manual_seed(0)
     logits = torch.randn(N, width, generator=generator, dtype=torch.float64) * scale
@@ -24,7 +18,7 @@ def sample(width: int, scale: float = 3.0) -> tuple[Tensor, Tensor, Tensor]:
     return logits, targets, torch.randn(2, N, generator=generator)
 
 
-def expected(logits: Tensor, targets: Tensor, weights: Tensor, temperature: float) -> tuple[Tensor, Tensor, Tensor]:
+def expected(logits, targets, weights, temperature):
     """Log-probs, entropies, and the gradient of their weighted sum, by torch's log-softmax in float64."""
     leaf = logits.clone().requires_grad_()
     log_probs = (leaf[:, :VOCAB] / temperature).log_softmax(-1)
@@ -34,7 +28,7 @@ def expected(logits: Tensor, targets: Tensor, weights: Tensor, temperature: floa
     return chosen.detach(), entropy.detach(), leaf.grad
 
 
-def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor, Tensor, Tensor, Tensor, Tensor]:
+def shard_outputs(place, width, temperature):
     torch.distributed.init_process_group(
         "gloo", init_method=f"tcp://127.0.0.1:{place.port}", rank=place.rank, world_size=place.world_size
     )
@@ -60,9 +54,7 @@ def shard_outputs(place: Place, width: int, temperature: float) -> tuple[Tensor,
 
 @pytest.mark.parametrize("temperature", [1.0, 0.6, 2.5])
 @pytest.mark.parametrize(("ranks", "width"), [(2, 32), (2, 48), (3, 24)])
-def test_sharded_vocabulary_equals_whole_vocabulary(
-    pool: ProcessPool, ranks: int, width: int, temperature: float
-) -> None:
+def test_sharded_vocabulary_equals_whole_vocabulary(pool, ranks, width, temperature):
     """At width 48 the second of two ranks holds padding only."""
     logits, targets, weights = sample(width)
     log_probs, entropy, grad = expected(logits, targets, weights.double(), temperature)
@@ -78,11 +70,11 @@ def test_sharded_vocabulary_equals_whole_vocabulary(
     torch.testing.assert_close(torch.cat([answer[2] for answer in answers], dim=1).double(), grad, rtol=0, atol=2e-6)
 
 
-def one_rank(logits: Tensor, targets: Tensor, **options: Any) -> tuple[Tensor, Tensor | None]:
+def one_rank(logits, targets, **options):
     return vocab_parallel_outputs(logits, targets, vocab_size=VOCAB, **options)[:2]
 
 
-def test_huge_logits_stay_finite() -> None:
+def test_huge_logits_stay_finite():
     logits, targets, weights = sample(VOCAB, scale=2000.0)
     log_probs, entropy, grad = expected(logits, targets, weights.double(), 1.0)
     leaf = logits.float().requires_grad_()
@@ -93,7 +85,7 @@ def test_huge_logits_stay_finite() -> None:
     torch.testing.assert_close(leaf.grad.double(), grad, rtol=1e-4, atol=1e-4)
 
 
-def test_sum_of_squared_probabilities_needs_no_entropy_and_no_copy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_sum_of_squared_probabilities_needs_no_entropy_and_no_copy(monkeypatch):
     logits, targets, _ = sample(VOCAB, scale=2000.0)
     outputs = vocab_parallel_outputs(logits.float(), targets, vocab_size=VOCAB, with_sum_pi_squared=True)
     assert outputs.entropy is None and outputs.sum_pi_squared is not None
@@ -108,7 +100,7 @@ def test_sum_of_squared_probabilities_needs_no_entropy_and_no_copy(monkeypatch: 
     assert alive.peak < 3 * chunk
 
 
-def test_entropy_only_and_log_probs_only_losses() -> None:
+def test_entropy_only_and_log_probs_only_losses():
     logits, targets, weights = sample(32)
     for index in (0, 1):
         only = torch.zeros(2, N)
@@ -120,7 +112,7 @@ def test_entropy_only_and_log_probs_only_losses() -> None:
         torch.testing.assert_close(leaf.grad.double(), grad, rtol=0, atol=2e-6)
 
 
-def test_without_entropy_the_gradient_is_the_same() -> None:
+def test_without_entropy_the_gradient_is_the_same():
     logits, targets, weights = sample(32)
     leaf = logits.float().requires_grad_()
     log_probs, entropy = one_rank(leaf, targets)
@@ -130,7 +122,7 @@ def test_without_entropy_the_gradient_is_the_same() -> None:
     torch.testing.assert_close(leaf.grad.double(), grad, rtol=0, atol=2e-6)
 
 
-def test_half_precision_logits_get_half_precision_gradients() -> None:
+def test_half_precision_logits_get_half_precision_gradients():
     logits, targets, _ = sample(32)
     leaf = logits.bfloat16().requires_grad_()
     log_probs, _ = one_rank(leaf, targets)
@@ -142,7 +134,7 @@ def test_half_precision_logits_get_half_precision_gradients() -> None:
     assert leaf.grad.dtype is torch.bfloat16
 
 
-def test_no_response_tokens() -> None:
+def test_no_response_tokens():
     leaf = torch.randn(0, 32, requires_grad=True)
     log_probs, entropy = one_rank(leaf, torch.empty(0, dtype=torch.int64), with_entropy=True)
     (log_probs.sum() + entropy.sum()).backward()
@@ -150,14 +142,14 @@ def test_no_response_tokens() -> None:
 
 
 @pytest.mark.parametrize("temperature", [0.0, -1.0, float("nan")])
-def test_temperature_must_be_positive(temperature: float) -> None:
+def test_temperature_must_be_positive(temperature):
     with pytest.raises(ValueError, match="must be positive"):
         one_rank(torch.randn(1, 32), torch.tensor([0]), temperature=temperature)
 
 
 @pytest.mark.parametrize("rows_per_chunk", [1, 3, N])
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: int, dtype: torch.dtype) -> None:
+def test_chunks_change_no_bit(monkeypatch, rows_per_chunk, dtype):
     logits, targets, weights = sample(32)
     ref = ReferenceHead(torch.randn(N, 32, generator=torch.Generator().manual_seed(1)), [torch.eye(32)])
     ids = (targets[:, None] + torch.arange(3)) % VOCAB
@@ -181,7 +173,7 @@ def test_chunks_change_no_bit(monkeypatch: pytest.MonkeyPatch, rows_per_chunk: i
         assert torch.equal(whole, chunked)
 
 
-def test_gradient_overwrites_logits_once() -> None:
+def test_gradient_overwrites_logits_once():
     logits, targets, weights = sample(32)
     _, _, grad = expected(logits, targets, weights.double(), 1.0)
     leaf = logits.float().requires_grad_()
@@ -196,7 +188,7 @@ def test_gradient_overwrites_logits_once() -> None:
 
 
 @pytest.mark.parametrize("with_entropy", [False, True])
-def test_memory_beside_the_logits_is_one_chunk(monkeypatch: pytest.MonkeyPatch, with_entropy: bool) -> None:
+def test_memory_beside_the_logits_is_one_chunk(monkeypatch, with_entropy):
     """Forward and backward together need a few tensors of a chunk's size, whatever the number of tokens."""
     chunk = 16 * 1024 * 4
     monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", chunk)

@@ -1,10 +1,7 @@
 """The exact KL against torch's softmax over the whole vocabulary, value and gradient."""
 
-from __future__ import annotations
-
 import pytest
 import torch
-from torch import Tensor
 
 from megarl.megatron.layers.logprobs import ReferenceHead, vocab_parallel_outputs
 from megarl.models import partition
@@ -12,7 +9,7 @@ from megarl.models import partition
 VOCABULARY, PADDED = 11, 16
 
 
-def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
+def exact_kl(logits, ref_logits, temperature):
     """Exact KL to a reference whose output layer is the identity."""
     kl = vocab_parallel_outputs(
         logits,
@@ -26,7 +23,7 @@ def exact_kl(logits: Tensor, ref_logits: Tensor, temperature: float) -> Tensor:
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.7])
-def test_value_and_gradient(temperature: float) -> None:
+def test_value_and_gradient(temperature):
     generator = torch.Generator().manual_seed(3)
     logits, ref = (4 * torch.randn(7, PADDED, generator=generator) for _ in range(2))
     logits[0] = ref[0]
@@ -43,7 +40,7 @@ def test_value_and_gradient(temperature: float) -> None:
     assert (ours.grad[:, VOCABULARY:] == 0).all()
 
 
-def test_each_token_has_its_own_reference(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_each_token_has_its_own_reference(monkeypatch):
     """References of other hidden sizes and number formats, against one call per reference."""
     generator = torch.Generator().manual_seed(5)
     logits, tokens, temperature = 4 * torch.randn(9, PADDED, generator=generator), 9, 0.7
@@ -52,7 +49,7 @@ def test_each_token_has_its_own_reference(monkeypatch: pytest.MonkeyPatch) -> No
     hidden = torch.randn(tokens, 6, generator=generator).bfloat16().float()  # as the second reference returns them
     monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", 4 * PADDED * 4)
 
-    def kl(leaf: Tensor, reference: ReferenceHead) -> Tensor:
+    def kl(leaf, reference):
         targets = torch.zeros(len(leaf), dtype=torch.int64)
         outputs = vocab_parallel_outputs(
             leaf, targets, vocab_size=VOCABULARY, temperature=temperature, reference=reference
@@ -74,6 +71,6 @@ def test_each_token_has_its_own_reference(monkeypatch: pytest.MonkeyPatch) -> No
     torch.testing.assert_close(ours.grad, theirs.grad, rtol=1e-5, atol=5e-6)
 
 
-def test_nonpositive_temperature_raises() -> None:
+def test_nonpositive_temperature_raises():
     with pytest.raises(ValueError, match="temperature=0"):
         exact_kl(torch.zeros(1, PADDED), torch.zeros(1, PADDED), 0)

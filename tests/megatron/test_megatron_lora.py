@@ -2,21 +2,18 @@
 
 from __future__ import annotations
 
-from collections.abc import Container
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engine_cases import Setup, engine, in_parts, micro_batches, policy_loss
-from support.distributed import Place, ProcessPool
 from support.expected_errors import raises
 from support.valid_layouts import of_release
-from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
+from tiny_models import TEMPERATURE, policy_reference, rows, save_model
 from torch import Tensor
 
-from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, RecomputeOptions
+from megarl.megatron import OptimizerOptions, OutputOptions, RecomputeOptions
 from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.layers.lora import initial_a
 from megarl.models import ParallelLayout, WeightMap, read_model_config
@@ -44,13 +41,13 @@ CI = ("tp2sp_some", "cp2_recompute", "pp2vpp2", "dora_tp2", "dora_tp2sp_some", "
 
 
 @pytest.fixture(scope="module")
-def path(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def path(tmp_path_factory):
     path = tmp_path_factory.mktemp("model")
     save_model(path, "qwen2", tied=True, num_hidden_layers=4, initializer_range=0.12)
     return path
 
 
-def values_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
+def values_of(shapes):
     """Large values for every A and B, and for magnitudes."""
     generator = torch.Generator().manual_seed(3)
     return {
@@ -59,7 +56,7 @@ def values_of(shapes: dict[str, tuple[int, ...]]) -> dict[str, Tensor]:
     }
 
 
-def peft_model(path: Path, lora: LoraOptions, targets: list[str] | str, **changes: Any) -> Any:
+def peft_model(path, lora, targets, **changes):
     """The model of a folder with new adapters of peft."""
     import peft
     import transformers
@@ -77,7 +74,7 @@ def peft_model(path: Path, lora: LoraOptions, targets: list[str] | str, **change
     return peft.get_peft_model(model, config).eval()
 
 
-def saved_name(name: str) -> str:
+def saved_name(name):
     """The name that a parameter of peft's model has in a saved folder."""
     return name.replace("magnitude_vector.default.weight", "magnitude_vector").replace(".default", "")
 
@@ -90,7 +87,7 @@ class PeftLora:
         values: its trained parameters, by their names in a saved folder.
     """
 
-    def __init__(self, path: Path, lora: LoraOptions, values: dict[str, Tensor]) -> None:
+    def __init__(self, path, lora, values):
         self.model = peft_model(
             path, lora, [name.removesuffix(".lora_A.weight") for name in values if ".lora_A" in name]
         )
@@ -101,7 +98,7 @@ class PeftLora:
             for name, value in values.items():
                 self.values[name].copy_(value)
 
-    def loss(self, batch: list[Row]) -> Tensor:
+    def loss(self, batch):
         total = torch.zeros(())
         for row in batch:
             log_probs, entropy = policy_reference(self.model, row)
@@ -122,7 +119,7 @@ class Answer(NamedTuple):
     weights: list[tuple[Any, Tensor]]
 
 
-def pieces(built: MegatronEngine, tensors: dict[str, Tensor]) -> list[tuple[Any, Tensor]]:
+def pieces(built, tensors):
     """Contributed rectangles of the adapters' tensors."""
     layout, rank = built.runtime.layout, built.runtime.rank
     return [
@@ -133,7 +130,7 @@ def pieces(built: MegatronEngine, tensors: dict[str, Tensor]) -> list[tuple[Any,
     ]
 
 
-def whole(shapes: dict[str, tuple[int, ...]], parts: list[tuple[Any, Tensor]]) -> dict[str, Tensor]:
+def whole(shapes, parts):
     """Whole tensors; every element from one rank."""
     result, count = ({name: torch.zeros(shape) for name, shape in shapes.items()} for _ in range(2))
     for piece, tensor in parts:
@@ -144,18 +141,18 @@ def whole(shapes: dict[str, tuple[int, ...]], parts: list[tuple[Any, Tensor]]) -
     return result
 
 
-def log_probs(built: MegatronEngine, setup: Setup, batch: list[Row]) -> Tensor | None:
+def log_probs(built, setup, batch):
     outputs = built.forward(micro_batches(batch, setup), OutputOptions(TEMPERATURE))
     return None if outputs is None else torch.cat([output.log_probs for output in outputs])
 
 
-def backward(built: MegatronEngine, setup: Setup, batch: list[Row]) -> float:
+def backward(built, setup, batch):
     mine = micro_batches(batch, setup, built.runtime.coordinate.dp, setup.layout.dp)
     sums = built.forward_backward(mine, policy_loss, OutputOptions(TEMPERATURE, with_entropy=True))
     return sums["nll"] - 0.3 * sums["entropy"]
 
 
-def set_values(built: MegatronEngine, values: dict[str, Tensor], skip: Container[str] = ()) -> None:
+def set_values(built, values, skip=()):
     params = built.weights.parameters()
     for local in built.trained_map.megatron_params(built.runtime.layout, built.runtime.rank):
         for piece in (piece for piece in local.pieces if piece.hf_name not in skip):
@@ -165,7 +162,7 @@ def set_values(built: MegatronEngine, values: dict[str, Tensor], skip: Container
     built.weights_changed()
 
 
-def adapted_step(place: Place, path: Path, setup: Setup, batch: list[Row], folder: Path) -> Answer:
+def adapted_step(place, path, setup, batch, folder):
     """One step from given adapters, then an export of the merged model and a checkpoint."""
     with engine(place, path, setup) as built:
         start = log_probs(built, setup, batch)
@@ -184,7 +181,7 @@ def adapted_step(place: Place, path: Path, setup: Setup, batch: list[Row], folde
         return answer
 
 
-def continued(place: Place, path: Path, setup: Setup, batch: list[Row], folder: Path) -> list[tuple[Any, Tensor]]:
+def continued(place, path, setup, batch, folder):
     """The adapters after one more step from a checkpoint."""
     with engine(place, path, setup) as built:
         load_sharded(built, folder)
@@ -194,7 +191,7 @@ def continued(place: Place, path: Path, setup: Setup, batch: list[Row], folder: 
 
 
 @pytest.mark.parametrize("name", of_release(CI, [name for name in LAYOUTS if name not in CI]))
-def test_steps_equal_peft(pool: ProcessPool, path: Path, tmp_path: Path, name: str) -> None:
+def test_steps_equal_peft(pool, path, tmp_path, name):
     """Loss, gradients, two steps over a checkpoint that another layout reads, the reference, and the merged model."""
     options = ADAM
     setup = LAYOUTS[name]._replace(optimizer=options)
@@ -243,7 +240,7 @@ def test_steps_equal_peft(pool: ProcessPool, path: Path, tmp_path: Path, name: s
         torch.testing.assert_close(resumed[key], value.detach(), rtol=1e-5, atol=2e-6)
 
 
-def check_log_probs(folder: Path, ours: Tensor, batch: list[Row]) -> None:
+def check_log_probs(folder, ours, batch):
     import transformers
 
     model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
@@ -252,7 +249,7 @@ def check_log_probs(folder: Path, ours: Tensor, batch: list[Row]) -> None:
             assert (part - policy_reference(model, row)[0]).abs().max() < 1e-5
 
 
-def test_initial_values_do_not_depend_on_the_layout(path: Path) -> None:
+def test_initial_values_do_not_depend_on_the_layout(path):
     adapters = AdapterMap(WeightMap(read_model_config(path)), ALL)
     drawn = []
     for layout in (ParallelLayout(), ParallelLayout(tp=2, pp=2)):
@@ -281,12 +278,12 @@ def test_initial_values_do_not_depend_on_the_layout(path: Path) -> None:
         ({"targets": ("q_proj",), "excludes": ("self_attn.q_proj",)}, "no-target-left", ["['self_attn.q_proj']"]),
     ],
 )
-def test_wrong_options_are_rejected(path: Path, changes: dict[str, Any], fault: str, named: list[str]) -> None:
+def test_wrong_options_are_rejected(path, changes, fault, named):
     with raises(f"adapter.{fault}", *named):
         AdapterMap(WeightMap(read_model_config(path)), LoraOptions(**{"rank": 2, "alpha": 4.0, **changes}))
 
 
-def test_an_unknown_target_is_named_with_the_nearest(path: Path) -> None:
+def test_an_unknown_target_is_named_with_the_nearest(path):
     with raises("adapter.unknown-target") as caught:
         AdapterMap(WeightMap(read_model_config(path)), LoraOptions(rank=2, alpha=4.0, targets=("q_prj",)))
     assert str(caught.value) == (

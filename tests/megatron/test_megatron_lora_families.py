@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engine_cases import Setup, engine, micro_batches, policy_loss, value_loss
 from family_cases import MODELS, in_checkpoint_names
-from support.distributed import Place, ProcessPool
-from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model, value_reference
+from tiny_models import TEMPERATURE, policy_reference, rows, save_model, value_reference
 from torch import Tensor
 
 from megarl.megatron import OptimizerOptions, OutputOptions
@@ -54,7 +52,7 @@ class Expected(NamedTuple):
     grads: dict[str, Tensor]
 
 
-def expected_of(path: Path, name: str, lora: LoraOptions, batch: list[Row]) -> Expected:
+def expected_of(path, name, lora, batch):
     """With ``W' = f (W + s B A)``: ``dB = s f dW' A^T`` and ``dA = s f B^T dW'``; without DoRA ``f = 1``.
 
     With DoRA ``f = m / n`` for constant norms ``n`` of the rows: ``dm = sum(dW' W') / m``.
@@ -106,7 +104,7 @@ class Answer(NamedTuple):
     trained: int
 
 
-def adapted_pass(place: Place, path: Path, setup: Setup, values: dict[str, Tensor], batch: list[Row]) -> Answer:
+def adapted_pass(place, path, setup, values, batch):
     with engine(place, path, setup) as built:
         heads = {key: None for key in built.trained_map.hf_shapes() if key not in values}
         set_values(built, values, skip=heads)
@@ -124,7 +122,7 @@ def adapted_pass(place: Place, path: Path, setup: Setup, values: dict[str, Tenso
 
 
 @pytest.mark.parametrize("name", CASES)
-def test_gradients_equal_those_of_merged_weights(pool: ProcessPool, tmp_path: Path, name: str) -> None:
+def test_gradients_equal_those_of_merged_weights(pool, tmp_path, name):
     model, layout, lora = CASES[name]
     batch = rows(3)
     expected = expected_of(tmp_path, model, lora, batch)

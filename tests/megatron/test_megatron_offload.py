@@ -1,23 +1,16 @@
 """Offloaded parts return bit for bit, and training is unaffected."""
 
-from __future__ import annotations
-
 import gc
 import os
-from collections.abc import Iterator
 from contextlib import contextmanager
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from engine_cases import Setup, engine, micro_batches, policy_loss
 from family_cases import MODELS
-from support.distributed import Place, ProcessPool
 from tiny_models import rows, save_model
-from torch import Tensor
 
-from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, StepResult
+from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions
 from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM, PARTS, Offloader, OffloadManager
 from megarl.megatron.engine.optimizer import state_shards
 from megarl.megatron.engine.options import OverlapOptions
@@ -27,7 +20,7 @@ CPU = torch.device("cpu")
 
 
 @pytest.mark.parametrize("chunk_bytes", [16, 64, 2**20])
-def test_offload_and_onload_restore_every_byte_in_place(monkeypatch: pytest.MonkeyPatch, chunk_bytes: int) -> None:
+def test_offload_and_onload_restore_every_byte_in_place(monkeypatch, chunk_bytes):
     monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", chunk_bytes)
     base = torch.randn(11)
     view, half, alone = base[3:8].view(5, 1), torch.randn(5).bfloat16(), torch.randn(3, requires_grad=True)
@@ -45,7 +38,7 @@ def test_offload_and_onload_restore_every_byte_in_place(monkeypatch: pytest.Monk
         before[0] = base.clone()
 
 
-def test_discarded_storages_return_as_zeros() -> None:
+def test_discarded_storages_return_as_zeros():
     buffer = torch.ones(4)
     offloader = Offloader(lambda: [buffer], CPU, keep=False)
     assert offloader.offload() == 16
@@ -53,7 +46,7 @@ def test_discarded_storages_return_as_zeros() -> None:
     assert torch.equal(buffer, torch.zeros(4))
 
 
-def test_memory_shared_with_numpy_is_not_offloaded() -> None:
+def test_memory_shared_with_numpy_is_not_offloaded():
     free, pinned = torch.ones(4), torch.ones(4)
     array = pinned.numpy()
     offloader = Offloader(lambda: [free, pinned], CPU)
@@ -62,7 +55,7 @@ def test_memory_shared_with_numpy_is_not_offloaded() -> None:
     assert torch.equal(free, pinned)
 
 
-def test_inference_model_offloads_weights_only() -> None:
+def test_inference_model_offloads_weights_only():
     layer = torch.nn.Linear(2, 2)
     manager = OffloadManager([layer], None, PARTS, CPU)
     assert manager.offload() == {PARAM: 24}
@@ -72,14 +65,14 @@ def test_inference_model_offloads_weights_only() -> None:
 
 
 @contextmanager
-def small_chunks() -> Iterator[None]:
+def small_chunks():
     """Chunks so small that every storage is spread over several."""
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1000)
         yield
 
 
-def steps(place: Place, path: Path, setup: Setup, parts: tuple[str, ...]) -> tuple[list[StepResult], dict[str, Tensor]]:
+def steps(place, path, setup, parts):
     """Forward, three steps and an export, with an offload after each phase and before each call."""
     setup = setup._replace(offload=parts)
     with small_chunks(), engine(place, path, setup) as built:
@@ -102,14 +95,14 @@ def steps(place: Place, path: Path, setup: Setup, parts: tuple[str, ...]) -> tup
         return results, weights | state
 
 
-def threads_left(place: Place) -> tuple[int, int]:
+def threads_left(place):
     """Engines and threads of a process that has left its groups."""
     gc.collect()
     engines = sum(isinstance(thing, MegatronEngine) for thing in gc.get_objects())
     return engines, len(os.listdir("/proc/self/task"))
 
 
-def check_bytes(built: Any, freed: dict[str, int], weights: dict[str, Tensor]) -> None:
+def check_bytes(built, freed, weights):
     """The released bytes equal the computed ones, up to the padding of Megatron's buffers."""
     count = sum(weight.numel() for weight in weights.values())
     width = built.options.dtype.itemsize
@@ -137,14 +130,14 @@ def check_bytes(built: Any, freed: dict[str, int], weights: dict[str, Tensor]) -
     ],
 )
 def test_offload_keeps_training_bit_exact(
-    pool: ProcessPool,
-    tmp_path: Path,
-    layout: ParallelLayout,
-    family: str,
-    dtype: torch.dtype,
-    distributed: bool,
-    overlap: OverlapOptions,
-) -> None:
+    pool,
+    tmp_path,
+    layout,
+    family,
+    dtype,
+    distributed,
+    overlap,
+):
     save_model(tmp_path, **MODELS.get(family, {"family": family}))
     adam = OptimizerOptions(lr=1e-2, use_distributed_optimizer=distributed)
     setup = Setup(layout, dtype=dtype, optimizer=adam, overlap=overlap)

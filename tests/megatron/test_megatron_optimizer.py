@@ -1,7 +1,6 @@
 from __future__ import annotations
 
 import math
-from pathlib import Path
 from types import SimpleNamespace
 from typing import NamedTuple
 
@@ -10,19 +9,17 @@ import torch
 from engine_cases import Setup, engine, micro_batches, policy_loss
 from family_cases import MODELS
 from megatron.core.optimizer_param_scheduler import OptimizerParamScheduler
-from support.distributed import Place, ProcessPool
 from tiny_models import rows, save_model
-from torch import Tensor
 
 from megarl.algorithms import LearningRateSchedule, learning_rate
-from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch, PolicyOutputs, StepResult
+from megarl.megatron import OptimizerOptions, OutputOptions, StepResult
 from megarl.megatron.engine.faults import SkipReport
 from megarl.megatron.engine.optimizer import check_steps, set_steps, state_shards, use_fused_kernels
 from megarl.models import ParallelLayout
 
 
 @pytest.mark.parametrize("style", ["constant", "linear", "cosine", "WSD linear", "WSD cosine", "WSD exponential"])
-def test_learning_rates_equal_megatron(style: str) -> None:
+def test_learning_rates_equal_megatron(style):
     """Step by step after the warm-up; during it one step ahead, since Megatron's first step has a rate of zero."""
     decay_style, _, wsd_style = style.partition(" ")
     ours = LearningRateSchedule(
@@ -47,7 +44,7 @@ def test_learning_rates_equal_megatron(style: str) -> None:
     assert mine[4:] == pytest.approx(expected[4:])
 
 
-def decayed(place: Place, path: Path, setup: Setup) -> dict[str, tuple[float, float, bool]]:
+def decayed(place, path, setup):
     """Weight decay and learning rate of each of Adam's groups after a step, by parameter."""
     with engine(place, path, setup) as built:
         built.forward_backward(micro_batches(rows(), setup), policy_loss, OutputOptions(with_entropy=True))
@@ -69,7 +66,7 @@ def decayed(place: Place, path: Path, setup: Setup) -> dict[str, tuple[float, fl
 
 
 @pytest.mark.parametrize("family", ["qwen2", "qwen3", "deepseek_v3"])
-def test_weight_decay_applies_to_matrices_only(pool: ProcessPool, tmp_path: Path, family: str) -> None:
+def test_weight_decay_applies_to_matrices_only(pool, tmp_path, family):
     """Includes biases of queries, norms of queries and keys, routers, experts and latent attention."""
     save_model(tmp_path, **MODELS.get(family, {"family": family}))
     options = OptimizerOptions(lr=1e-3, weight_decay=0.25, use_distributed_optimizer=family != "qwen2")
@@ -90,10 +87,10 @@ class Faulty(NamedTuple):
     report: SkipReport
 
 
-def steps_with_a_fault(place: Place, path: Path, setup: Setup, fault: str, param: str) -> Faulty:
+def steps_with_a_fault(place, path, setup, fault, param):
     """Three optimizer steps; in the second, the last rank has a non-finite loss or gradient."""
 
-    def faulty(outputs: PolicyOutputs, micro_batch: PackedMicroBatch) -> tuple[Tensor, dict[str, Tensor]]:
+    def faulty(outputs, micro_batch):
         loss, metrics = policy_loss(outputs, micro_batch)
         if fault == "loss":
             return loss * torch.inf, metrics
@@ -133,9 +130,7 @@ FAULTS = [
 
 
 @pytest.mark.parametrize(("layout", "family", "fault", "param"), FAULTS)
-def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(
-    pool: ProcessPool, tmp_path: Path, layout: ParallelLayout, family: str, fault: str, param: str
-) -> None:
+def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(pool, tmp_path, layout, family, fault, param):
     save_model(tmp_path, **MODELS.get(family, {"family": family}))
     setup = Setup(layout, optimizer=OptimizerOptions(lr=1e-3, warmup_steps=8))
     answers = pool.run(steps_with_a_fault, layout.world_size, tmp_path, setup, fault, param)
@@ -161,7 +156,7 @@ def test_nonfinite_loss_on_one_rank_skips_the_step_on_all(
         assert set(report.samples.values()) == {"gradient of its log-probs or values"}
 
 
-def adam_steps(place: Place, path: Path, setup: Setup, fused: bool) -> dict[str, Tensor]:
+def adam_steps(place, path, setup, fused):
     """Weights and moments after three steps, of which the state of the first was made for a checkpoint."""
     with engine(place, path, setup) as built:
         assert built.optimizer is not None
@@ -183,7 +178,7 @@ def adam_steps(place: Place, path: Path, setup: Setup, fused: bool) -> dict[str,
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_fused_adam_equals_the_default_up_to_rounding(pool: ProcessPool, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_fused_adam_equals_the_default_up_to_rounding(pool, tmp_path, dtype):
     """Torch's own fused kernels, here those of the CPU."""
     save_model(tmp_path, "llama")
     setup = Setup(ParallelLayout(), dtype=dtype, optimizer=OptimizerOptions(lr=1e-3, weight_decay=0.1))
@@ -193,10 +188,10 @@ def test_fused_adam_equals_the_default_up_to_rounding(pool: ProcessPool, tmp_pat
         torch.testing.assert_close(fused[name], tensor, rtol=1e-2 if dtype is torch.bfloat16 else 1e-5, atol=1e-6)
 
 
-def test_fused_kernels_need_no_temporary_memory_of_a_moment() -> None:
+def test_fused_kernels_need_no_temporary_memory_of_a_moment():
     """The default, ``foreach``, allocates a list of square roots as large as one moment."""
 
-    def largest_step_memory(fused: bool) -> int:
+    def largest_step_memory(fused):
         params = [torch.nn.Parameter(torch.ones(100_000)) for _ in range(4)]
         adam = torch.optim.AdamW(params, foreach=True)
         if fused:

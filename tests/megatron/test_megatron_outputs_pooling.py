@@ -2,16 +2,13 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from engine_cases import Setup, engine
 from family_cases import MODELS as FAMILIES
-from support.distributed import Place, ProcessPool
-from tiny_models import Row, rows, save_model
-from torch import Tensor
+from tiny_models import rows, save_model
 
 from megarl.megatron import PackedMicroBatch
 from megarl.megatron.layers.outputs import POOLED
@@ -43,15 +40,13 @@ CASES = [
 UNMARKED_ROW = 6
 
 
-def marks(row: Row, number: int) -> Tensor:
+def marks(row, number):
     """Marked response tokens of a row: all but every third, and none of one row."""
     kept = torch.arange(len(row.response)) % 3 != 2
     return kept.long() * (number != UNMARKED_ROW)
 
 
-def mean_hidden(
-    place: Place, path: Path, setup: Setup, batch: list[Row], share_prompts: bool = False
-) -> list[Tensor] | None:
+def mean_hidden(place, path, setup, batch, share_prompts=False):
     """Vectors of this data-parallel rank's rows; None if the engine returns nothing."""
     with engine(place, path, setup) as built:
         mine, size = list(enumerate(batch))[built.runtime.coordinate.dp :: setup.layout.dp], setup.rows_per_micro_batch
@@ -72,12 +67,12 @@ def mean_hidden(
 class Reference:
     """A saved model, and plain transformers' vectors of the rows."""
 
-    def __init__(self, path: Path, settings: dict[str, Any]) -> None:
+    def __init__(self, path, settings):
         self.path = path
         self.model = save_model(path, **settings)
         self.vectors = self.of(rows())
 
-    def of(self, batch: list[Row]) -> list[Tensor]:
+    def of(self, batch):
         vectors = []
         for number, row in enumerate(batch):
             with torch.no_grad():
@@ -89,14 +84,12 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+def references(tmp_path_factory):
     return {name: Reference(tmp_path_factory.mktemp(name), settings) for name, settings in MODELS.items()}
 
 
 @pytest.mark.parametrize(("model", "layout"), CASES)
-def test_mean_hidden_states_equal_hugging_face(
-    pool: ProcessPool, references: dict[str, Reference], model: str, layout: str
-) -> None:
+def test_mean_hidden_states_equal_hugging_face(pool, references, model, layout):
     setup, reference = LAYOUTS[layout], references[model]
     answers = pool.run(mean_hidden, setup.layout.world_size, reference.path, setup, rows())
     for rank, answer in enumerate(answers):
@@ -108,7 +101,7 @@ def test_mean_hidden_states_equal_hugging_face(
             assert ours.dtype is torch.float32 and (ours - theirs).abs().max() < 1e-5
 
 
-def test_mean_hidden_states_with_shared_prompts(pool: ProcessPool, references: dict[str, Reference]) -> None:
+def test_mean_hidden_states_with_shared_prompts(pool, references):
     reference, setup = references["qwen3"], LAYOUTS["tp1"]._replace(rows_per_micro_batch=8)
     batch = [row._replace(prompt=rows()[number % 2].prompt) for number, row in enumerate(rows())]
     (answer,) = pool.run(mean_hidden, 1, reference.path, setup, batch, True)

@@ -1,11 +1,8 @@
-from __future__ import annotations
-
 import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.expected_errors import raises
-from torch import Tensor
 
 from megarl.base.errors import DataError
 from megarl.megatron import PackedMicroBatch
@@ -13,7 +10,7 @@ from megarl.megatron import PackedMicroBatch
 ROWS = st.lists(st.tuples(st.integers(1, 6), st.integers(0, 5)), min_size=1, max_size=9)
 
 
-def make_rows(lengths: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
+def make_rows(lengths):
     """Rows whose tokens are all different, so that each can be traced."""
     tokens = iter(range(1, 1000))
     return [tuple(torch.tensor([next(tokens) for _ in range(n)], dtype=torch.int64) for n in row) for row in lengths]
@@ -21,7 +18,7 @@ def make_rows(lengths: list[tuple[int, int]]) -> list[tuple[Tensor, Tensor]]:
 
 @settings(max_examples=60)
 @given(ROWS)
-def test_predictors_point_at_the_token_before_each_response_token(lengths: list[tuple[int, int]]) -> None:
+def test_predictors_point_at_the_token_before_each_response_token(lengths):
     rows = make_rows(lengths)
     packed = PackedMicroBatch.from_rows(rows)
     expected_before, expected_targets = [], []
@@ -40,7 +37,7 @@ def test_predictors_point_at_the_token_before_each_response_token(lengths: list[
 
 @settings(max_examples=60)
 @given(ROWS, st.booleans())
-def test_sequence_outputs_are_at_the_last_token(lengths: list[tuple[int, int]], share: bool) -> None:
+def test_sequence_outputs_are_at_the_last_token(lengths, share):
     rows = make_rows(lengths)
     rows += [(rows[0][0], torch.tensor([501, 502]))]  # of a prompt that there is already
     packed = PackedMicroBatch.from_rows(rows, {"place": torch.arange(len(rows))}, share_prompts=share, at_end=True)
@@ -52,7 +49,7 @@ def test_sequence_outputs_are_at_the_last_token(lengths: list[tuple[int, int]], 
 
 @settings(max_examples=60)
 @given(ROWS)
-def test_sequences_are_stored_in_order_of_length(lengths: list[tuple[int, int]]) -> None:
+def test_sequences_are_stored_in_order_of_length(lengths):
     rows = make_rows(lengths)
     packed = PackedMicroBatch.from_rows(rows)
     whole = {tuple(torch.cat(row).tolist()) for row in rows}
@@ -63,7 +60,7 @@ def test_sequences_are_stored_in_order_of_length(lengths: list[tuple[int, int]])
 
 @settings(max_examples=80)
 @given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
-def test_shared_prompt_is_stored_once(prompts: list[int], data: st.DataObject) -> None:
+def test_shared_prompt_is_stored_once(prompts, data):
     numbers = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=9))
     responses = data.draw(st.lists(st.integers(0, 5), min_size=len(numbers), max_size=len(numbers)))
     drawn = [prompt for prompt, _ in make_rows([(length, 0) for length in prompts])]
@@ -87,7 +84,7 @@ def test_shared_prompt_is_stored_once(prompts: list[int], data: st.DataObject) -
         assert torch.equal(packed.shared.spread[packed.shared.kept], torch.arange(packed.num_tokens))
 
 
-def test_columns_keep_row_order() -> None:
+def test_columns_keep_row_order():
     packed = PackedMicroBatch.from_rows(make_rows([(1, 2), (2, 1)]), {"weights": torch.arange(3.0)})
     assert packed.to(torch.device("cpu")).columns["weights"].tolist() == [0.0, 1.0, 2.0]
 
@@ -100,6 +97,6 @@ def test_columns_keep_row_order() -> None:
         ([(1, 2)], {"advantages": torch.zeros(3)}, "batch.column-length", ["'advantages'", "3 entries", "2 response"]),
     ],
 )
-def test_malformed_rows_raise(lengths: list[tuple[int, int]], columns: object, code: str, named: list[str]) -> None:
+def test_malformed_rows_raise(lengths, columns, code, named):
     with raises(code, *named, error=DataError):
         PackedMicroBatch.from_rows(make_rows(lengths), columns)

@@ -6,7 +6,6 @@ from typing import Any
 
 import pytest
 import torch
-from torch import Tensor
 
 from megarl.megatron.layers.packed_sinks import PackedFlashKernel, flash_prefix_attention, flash_sink_attention
 from megarl.models.sink_attention import sink_attention
@@ -15,15 +14,15 @@ from megarl.models.sink_attention import sink_attention
 class FlashKernelOfTheCpu(PackedFlashKernel):
     """Torch's flash kernel of a CPU, for one sequence with as many keys as queries."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         pass
 
-    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    def forward(self, query, key, value):
         heads = [part.transpose(0, 1)[None] for part in (query, key, value)]
         output, totals = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=0.3)
         return output[0].transpose(0, 1), totals[0]
 
-    def backward(self, grad: Tensor, *saved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    def backward(self, grad, *saved):
         *parts, totals = saved
         heads = [part.transpose(0, 1)[None] for part in (grad, *parts)]
         grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
@@ -33,7 +32,7 @@ class FlashKernelOfTheCpu(PackedFlashKernel):
         return query, key, value
 
 
-def test_a_flash_kernel_without_sinks_gives_exact_gradients_with_them() -> None:
+def test_a_flash_kernel_without_sinks_gives_exact_gradients_with_them():
     torch.manual_seed(0)
     tensors = [torch.randn(70, 3, 16, requires_grad=True) for _ in range(3)]
     sinks, seed = torch.randn(3, requires_grad=True), torch.randn(70, 3, 16)
@@ -48,7 +47,7 @@ def test_a_flash_kernel_without_sinks_gives_exact_gradients_with_them() -> None:
 
 
 @pytest.mark.parametrize("window", [None, 4])
-def test_torch_accepts_the_arguments_of_its_kernels_on_a_gpu(window: int | None) -> None:
+def test_torch_accepts_the_arguments_of_its_kernels_on_a_gpu(window):
     """Shapes and dtypes only, which torch computes without a GPU."""
     options: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
     query, key, value = (torch.randn(17, heads, 64, **options) for heads in (4, 2, 2))

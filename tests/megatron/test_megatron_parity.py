@@ -1,14 +1,8 @@
 """Log-probs, entropies, values and their gradients equal Hugging Face's in every layout."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from engine_cases import Setup, assemble, forward, in_parts, train
-from support.distributed import ProcessPool
 from support.valid_layouts import of_release
 from tiny_models import TEMPERATURE, policy_reference, rows, save_model, value_reference
 
@@ -39,7 +33,7 @@ MODELS = {
 class Reference:
     """A model, and its outputs and gradients from plain transformers and autograd."""
 
-    def __init__(self, path: Path, critic: bool, model: Any) -> None:
+    def __init__(self, path, critic, model):
         self.path, self.critic, self.model = path, critic, model
         self.rows = rows()
         model.zero_grad()
@@ -64,7 +58,7 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]:
+def references(tmp_path_factory):
     built = {}
     for name, settings in MODELS.items():
         path = tmp_path_factory.mktemp(name)
@@ -74,9 +68,7 @@ def references(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Reference]
 
 @pytest.mark.parametrize("model", MODELS)
 @pytest.mark.parametrize("layout", of_release(["tp2", "pp2", "tp2pp2sp"], ["tp1", "tp2sp", "tp2pp2"]))
-def test_outputs_equal_hugging_face(
-    pool: ProcessPool, references: dict[str, Reference], model: str, layout: str
-) -> None:
+def test_outputs_equal_hugging_face(pool, references, model, layout):
     reference = references[model]
     setup = LAYOUTS[layout]._replace(value_head=reference.critic)
     answers = pool.run(forward, setup.layout.world_size, reference.path, setup, reference.rows)
@@ -92,17 +84,15 @@ def test_outputs_equal_hugging_face(
 
 @pytest.mark.parametrize("model", of_release(["qwen2_tied", "critic"], ["qwen2"]))
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_gradients_and_metrics_equal_autograd_in_every_layout(
-    pool: ProcessPool, references: dict[str, Reference], model: str, layout: str
-) -> None:
+def test_gradients_and_metrics_equal_autograd_in_every_layout(pool, references, model, layout):
     check_training(pool, references[model], LAYOUTS[layout])
 
 
-def test_gradients_of_norms_on_queries_and_keys(pool: ProcessPool, references: dict[str, Reference]) -> None:
+def test_gradients_of_norms_on_queries_and_keys(pool, references):
     check_training(pool, references["qwen3_tied"], LAYOUTS["tp2pp2sp"])
 
 
-def check_training(pool: ProcessPool, reference: Reference, setup: Setup) -> None:
+def check_training(pool, reference, setup):
     # Without the distributed optimizer each data-parallel rank has the whole gradient.
     optimizer = OptimizerOptions(use_distributed_optimizer=False)
     setup = setup._replace(value_head=reference.critic, optimizer=optimizer)
@@ -120,7 +110,7 @@ def check_training(pool: ProcessPool, reference: Reference, setup: Setup) -> Non
 
 
 @pytest.mark.parametrize("layout", ["tp1", "dp2", "tp2dp2sp", "tp2pp2sp"])
-def test_steps_equal_torch_adamw(pool: ProcessPool, references: dict[str, Reference], layout: str) -> None:
+def test_steps_equal_torch_adamw(pool, references, layout):
     """Three clipped steps of the distributed optimizer, with tied embeddings, against torch's AdamW."""
     reference = references["qwen2_tied"]
     options = OptimizerOptions(lr=1e-2, weight_decay=0.1, clip_grad=0.5, eps=1e-3, warmup_steps=2)
@@ -151,7 +141,7 @@ def test_steps_equal_torch_adamw(pool: ProcessPool, references: dict[str, Refere
     assert [step.lr for step in results[0].steps] == [0.5e-2, 1e-2, 1e-2]
 
 
-def test_missing_value_head_starts_at_zero(pool: ProcessPool, references: dict[str, Reference]) -> None:
+def test_missing_value_head_starts_at_zero(pool, references):
     reference = references["llama"]
     setup = LAYOUTS["tp2"]._replace(value_head=True)
     answers = pool.run(forward, 2, reference.path, setup, reference.rows)
@@ -159,14 +149,14 @@ def test_missing_value_head_starts_at_zero(pool: ProcessPool, references: dict[s
     assert not answers[0].any()
 
 
-def test_entropy_is_none_unless_requested(pool: ProcessPool, references: dict[str, Reference]) -> None:
+def test_entropy_is_none_unless_requested(pool, references):
     reference = references["llama"]
     (log_probs, entropies), _ = pool.run(forward, 2, reference.path, LAYOUTS["tp2"], reference.rows, False)
     assert entropies == [None, None, None]
     assert (log_probs < 0).all()
 
 
-def test_bfloat16_is_near_float32(pool: ProcessPool, references: dict[str, Reference]) -> None:
+def test_bfloat16_is_near_float32(pool, references):
     """Half-precision training in the most divided layout, with float32 master weights; results agree roughly."""
     reference = references["qwen2_tied"]
     setup = LAYOUTS["tp2pp2sp"]._replace(dtype=torch.bfloat16, optimizer=OptimizerOptions(lr=1e-6))

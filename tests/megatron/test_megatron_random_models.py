@@ -11,20 +11,17 @@ import itertools
 import json
 import os
 import time
-from pathlib import Path
 from random import Random
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 import transformers
 from arranged_layers import arranged_engine
 from engine_cases import Setup, assemble, micro_batches
-from family_cases import Study, results_of, study
-from random_models import FAMILIES, Fields, draw
-from support.distributed import Place, ProcessPool
+from family_cases import results_of, study
+from random_models import FAMILIES, draw
 from tiny_models import TEMPERATURE, Row, rows_of
-from torch import Tensor
 
 from megarl.base.errors import ModelError
 from megarl.base.ports import held_port
@@ -53,14 +50,14 @@ class Examined(NamedTuple):
 
 @pytest.mark.timeout(300 + 10 * SECONDS)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_random_models_equal_transformers(pool: ProcessPool, tmp_path: Path, family: str) -> None:
+def test_random_models_equal_transformers(pool, tmp_path, family):
     (examined,) = pool.run(examine, 1, tmp_path, family, timeout=300 + 10 * SECONDS)
     print(family, examined)
     assert not examined.errors
     assert examined.equal > 0
 
 
-def examine(place: Place, folder: Path, family: str) -> Examined:
+def examine(place, folder, family):
     """Examine draws until the time is over."""
     end, counts, errors = time.monotonic() + SECONDS, {"equal": 0, "refused": 0, "impossible": 0}, []
     for number in itertools.count():
@@ -82,7 +79,7 @@ def examine(place: Place, folder: Path, family: str) -> Examined:
     return Examined(**counts, errors=errors)
 
 
-def saved(path: Path, fields: Fields) -> tuple[Any, Study] | None:
+def saved(path, fields):
     """Save a model with random weights and this ``config.json``; None if transformers cannot compute it."""
     path.mkdir()
     file = path / "config.json"
@@ -103,7 +100,7 @@ def saved(path: Path, fields: Fields) -> tuple[Any, Study] | None:
     return model, theirs
 
 
-def differences(place: Place, path: Path, model: Any, theirs: Study) -> dict[str, float]:
+def differences(place, path, model, theirs):
     """Errors beyond rounding, by what computed them; 0 for none."""
     with held_port() as port:  # each engine has a rendezvous of its own
         ours = study(place._replace(port=port), path, SETUP, rows_of(ROWS))
@@ -121,14 +118,14 @@ def differences(place: Place, path: Path, model: Any, theirs: Study) -> dict[str
     return {**within, "gradients": 0.0 if gradient < GRADIENT_ERROR else gradient}
 
 
-def arranged(place: Place, path: Path) -> Tensor:
+def arranged(place, path):
     """Log-probs with Transformer Engine's arrangement of rotation and attention."""
     with held_port() as port, arranged_engine(place._replace(port=port), path, SETUP) as built:
         outputs = built.forward(micro_batches(rows_of(ROWS), SETUP), OutputOptions(temperature=TEMPERATURE))
         return torch.cat([output.log_probs for output in outputs or []])
 
 
-def embedded(path: Path, model: Any) -> Tensor:
+def embedded(path, model):
     """Errors of the embedded engine's log-probs of the tokens that it samples."""
     engine = create_engine("embedded", str(path), EngineOptions())
     engine.load_hf(str(path))
@@ -143,7 +140,7 @@ def embedded(path: Path, model: Any) -> Tensor:
     return torch.cat(errors)
 
 
-def policy_log_probs(model: Any, row: Row) -> Tensor:
+def policy_log_probs(model, row):
     """Log-probs at temperature 1 of a row's response tokens, by transformers."""
     logits = model(torch.cat([row.prompt, row.response])[None]).logits[0, len(row.prompt) - 1 : -1]
     return logits.log_softmax(-1).gather(1, row.response[:, None])[:, 0]

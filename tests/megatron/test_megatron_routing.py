@@ -3,15 +3,13 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from pathlib import Path
 from typing import Any, NamedTuple
 
 import pytest
 import torch
 from engine_cases import Setup, assemble, engine, policy_loss
 from family_cases import EXPERTS, MODELS, in_checkpoint_names
-from support.distributed import Place, ProcessPool
-from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
+from tiny_models import TEMPERATURE, policy_reference, rows, save_model
 from torch import Tensor
 from transformers.models.qwen3_moe.modeling_qwen3_moe import load_balancing_loss_func
 
@@ -51,7 +49,7 @@ class Replay(NamedTuple):
     grads: dict[str, Tensor]
 
 
-def sibling_rows() -> list[Row]:
+def sibling_rows():
     """Rows of which two pairs share a prompt."""
     result = rows()
     for first, second in ((0, 1), (4, 5)):
@@ -59,11 +57,11 @@ def sibling_rows() -> list[Row]:
     return result
 
 
-def routers_of(model: Any) -> list[Any]:
+def routers_of(model):
     return [module for module in model.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]
 
 
-def own_routes(model: Any, sequences: list[Row]) -> list[Tensor]:
+def own_routes(model, sequences):
     """Experts that transformers selects: ``[tokens, expert layers, per token]`` of each sequence."""
     chosen: dict[Any, list[Tensor]] = defaultdict(list)
     hooks = [r.register_forward_hook(lambda m, i, o: chosen[m].append(o[2])) for r in routers_of(model)]
@@ -75,12 +73,12 @@ def own_routes(model: Any, sequences: list[Row]) -> list[Tensor]:
     return [torch.stack(layers, dim=1) for layers in zip(*(chosen[r] for r in routers_of(model)), strict=True)]
 
 
-def plain_loop(model: Any, sequences: list[Row], routes: list[Tensor]) -> Replay:
+def plain_loop(model, sequences, routes):
     """Transformers sequence by sequence with forced experts, and the losses of its router logits."""
     logits: list[Tensor] = []
     forced: list[Tensor] = []
 
-    def force(module: Any, inputs: Any, outputs: Any) -> Any:
+    def force(module, inputs, outputs):
         chosen = forced.pop(0)
         logits.append(outputs[0])
         weights = outputs[0].softmax(-1).gather(1, chosen)
@@ -113,7 +111,7 @@ def plain_loop(model: Any, sequences: list[Row], routes: list[Tensor]) -> Replay
     return Replay([], metrics, in_checkpoint_names(grads, "qwen3_moe"))
 
 
-def packed(sequences: list[Row], share: bool, routes: list[Tensor] | None, size: int) -> list[PackedMicroBatch]:
+def packed(sequences, share, routes, size):
     return [
         PackedMicroBatch.from_rows(
             [(row.prompt, row.response) for row in sequences[start : start + size]],
@@ -125,7 +123,7 @@ def packed(sequences: list[Row], share: bool, routes: list[Tensor] | None, size:
     ]
 
 
-def replay(place: Place, folders: tuple[Path, Path], setup: Setup, routes: list[Tensor], share: bool) -> Replay:
+def replay(place, folders, setup, routes, share):
     """Record the routes of the first folder's model, then train the second's with ``routes``."""
     with engine(place, folders[0], setup) as built:
         dp, where = setup.layout.dp, built.runtime.coordinate.dp
@@ -139,7 +137,7 @@ def replay(place: Place, folders: tuple[Path, Path], setup: Setup, routes: list[
 
 
 @pytest.fixture(scope="module")
-def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Path, Path], list[Tensor], Replay]:
+def folders(tmp_path_factory):
     """A model and the same model with other routers; routes of the first, and the second's results with them."""
     before, after = (tmp_path_factory.mktemp(name) for name in ("before", "after"))
     model = save_model(before, **QWEN)
@@ -154,9 +152,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> tuple[tuple[Path, Path]
 
 
 @pytest.mark.parametrize("name", SETUPS)
-def test_replayed_update_equals_a_plain_loop_with_forced_experts(
-    pool: ProcessPool, folders: tuple[tuple[Path, Path], list[Tensor], Replay], name: str
-) -> None:
+def test_replayed_update_equals_a_plain_loop_with_forced_experts(pool, folders, name):
     paths, routes, expected = folders
     setup = SETUPS[name]._replace(optimizer=PLAIN_SGD, transformer=BALANCE)
     layout = setup.layout
@@ -171,7 +167,7 @@ def test_replayed_update_equals_a_plain_loop_with_forced_experts(
     check_gradients(assemble(paths[1], setup, [result.grads for result in results]), expected.grads)
 
 
-def biases_after_a_step(place: Place, path: Path, setup: Setup) -> tuple[list[Tensor], list[Tensor], dict[str, float]]:
+def biases_after_a_step(place, path, setup):
     """Changes of the correction bias of each expert layer of this rank, and its own routing of the same step."""
     with engine(place, path, setup) as built:
         routers = [m for chunk in built.chunks for m in chunk.modules() if isinstance(m, ExpertRouter)]
@@ -187,7 +183,7 @@ def biases_after_a_step(place: Place, path: Path, setup: Setup) -> tuple[list[Te
         return changes, list(chosen.values()), metrics
 
 
-def test_correction_bias_moves_towards_an_even_load(pool: ProcessPool, tmp_path: Path) -> None:
+def test_correction_bias_moves_towards_an_even_load(pool, tmp_path):
     save_model(tmp_path, **{**MODELS["deepseek_v3"], "num_hidden_layers": 3})
     setup = Setup(
         ParallelLayout(dp=2, ep=2), optimizer=OptimizerOptions(), transformer=(("moe_router_bias_update_rate", 0.01),)

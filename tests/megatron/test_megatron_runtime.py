@@ -1,13 +1,10 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable
-from typing import Any
 
 import pytest
 import torch
 from megatron.core import parallel_state
-from support.distributed import Place, ProcessPool
 from support.expected_errors import raises
 
 from megarl.base.ports import free_port
@@ -15,23 +12,23 @@ from megarl.megatron import init_runtime, shutdown_runtime
 from megarl.models import ParallelLayout
 
 
-def test_layout_of_another_world_size_raises() -> None:
+def test_layout_of_another_world_size_raises():
     with raises("layout.world-size", "TP2 PP1 DP1", "2 processes", 3):
         init_runtime(ParallelLayout(tp=2), 0, 3, "127.0.0.1", 1)
 
 
-def test_unknown_device_raises() -> None:
+def test_unknown_device_raises():
     with raises("launch.unknown-device", "device='gpu'", "auto, cpu, cuda"):
         init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", 1, device="gpu")
 
 
 @pytest.mark.skipif(torch.cuda.is_available(), reason="there is CUDA here")
-def test_cuda_without_a_device_raises() -> None:
+def test_cuda_without_a_device_raises():
     with raises("launch.no-cuda", "device='cuda'"):
         init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", 1, device="cuda")
 
 
-def describe(place: Place, layout: ParallelLayout) -> tuple[object, ...]:
+def describe(place, layout):
     """Join a layout and leave it."""
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu")
     ranks = {name: torch.distributed.get_process_group_ranks(getattr(runtime, f"{name}_group")) for name in GROUPS}
@@ -45,10 +42,10 @@ def describe(place: Place, layout: ParallelLayout) -> tuple[object, ...]:
 GROUPS = ("tp", "dp", "pp", "cp", "dp_cp", "ep", "etp", "edp")
 
 
-def expected_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
+def expected_groups(layout, rank):
     """Ranks that differ from ``rank`` only in the axes of each group."""
 
-    def same(coordinate: Callable[[int], Any], *free: str) -> list[int]:
+    def same(coordinate, *free):
         fixed = [axis for axis in coordinate(rank)._fields if axis not in free]
         stage = layout.coordinate(rank).pp
         return [
@@ -62,7 +59,7 @@ def expected_groups(layout: ParallelLayout, rank: int) -> dict[str, list[int]]:
     return dense | {name: same(layout.expert_coordinate, name) for name in ("ep", "etp", "edp")}
 
 
-def test_groups_follow_the_layout_and_can_be_replaced(pool: ProcessPool) -> None:
+def test_groups_follow_the_layout_and_can_be_replaced(pool):
     layouts = [
         ParallelLayout(tp=2, pp=2),
         ParallelLayout(pp=2, dp=2, vpp=2),
@@ -77,7 +74,7 @@ def test_groups_follow_the_layout_and_can_be_replaced(pool: ProcessPool) -> None
             assert groups == expected_groups(layout, rank), layout.describe()
 
 
-def devices_of_groups(place: Place) -> int:
+def devices_of_groups(place):
     """Number of network devices of a rank's groups, in two runtimes after each other."""
     used = {}
     for port in (place.port, free_port()):
@@ -90,14 +87,14 @@ def devices_of_groups(place: Place) -> int:
     return len(used)
 
 
-def test_all_groups_of_a_process_share_one_device(pool: ProcessPool) -> None:
+def test_all_groups_of_a_process_share_one_device(pool):
     assert pool.run(devices_of_groups, 1) == [1]
 
 
-def join_in_a_thread(place: Place) -> str:
+def join_in_a_thread(place):
     failures: list[BaseException] = []
 
-    def join() -> None:
+    def join():
         try:
             init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", place.port, device="cpu")
             shutdown_runtime()
@@ -110,5 +107,5 @@ def join_in_a_thread(place: Place) -> str:
     return repr(failures)
 
 
-def test_runtime_starts_in_any_thread(pool: ProcessPool) -> None:
+def test_runtime_starts_in_any_thread(pool):
     assert pool.run(join_in_a_thread, 1) == ["[]"]

@@ -2,15 +2,11 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 from unittest import mock
 
 import pytest
 import torch
 from engine_cases import Setup, engine, micro_batches, policy_loss
-from support.distributed import Place, ProcessPool
 from tiny_models import rows, save_model
 from torch import Tensor
 
@@ -23,21 +19,21 @@ from megarl.models import ParallelLayout
 CUDA = torch.device("cuda", 0)
 
 
-def test_a_copy_to_a_gpu_goes_through_pinned_memory_and_does_not_wait() -> None:
+def test_a_copy_to_a_gpu_goes_through_pinned_memory_and_does_not_wait():
     tensor = mock.Mock(device=torch.device("cpu"))
     assert packed.copy_to(tensor, CUDA) is tensor.pin_memory().to.return_value
     tensor.pin_memory().to.assert_called_once_with(CUDA, non_blocking=True)
     tensor.to.assert_not_called()
 
 
-def test_other_copies_are_plain() -> None:
+def test_other_copies_are_plain():
     for source, target in (("cpu", "cpu"), ("cuda:0", "cuda:0"), ("cuda:0", "cpu")):
         tensor = mock.Mock(device=torch.device(source))
         assert packed.copy_to(tensor, torch.device(target)) is tensor.to.return_value
         tensor.pin_memory.assert_not_called()
 
 
-def test_copies_to_the_host_go_to_pinned_memory_and_do_not_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_copies_to_the_host_go_to_pinned_memory_and_do_not_wait(monkeypatch):
     pinned = mock.Mock()
     monkeypatch.setattr(packed.torch, "empty", pinned)
     tensor = mock.Mock(device=CUDA, shape=(3, 4), dtype=torch.bfloat16)
@@ -48,7 +44,7 @@ def test_copies_to_the_host_go_to_pinned_memory_and_do_not_wait(monkeypatch: pyt
     assert packed.begin_copy_to_host(host) is host
 
 
-def every_tensor(value: Any) -> list[Tensor]:
+def every_tensor(value):
     if isinstance(value, Tensor):
         return [value]
     inner = value.values() if isinstance(value, dict) else vars(value).values() if hasattr(value, "__dict__") else ()
@@ -56,14 +52,14 @@ def every_tensor(value: Any) -> list[Tensor]:
 
 
 @pytest.mark.parametrize("share", [False, True])
-def test_every_tensor_of_a_micro_batch_is_copied(share: bool) -> None:
+def test_every_tensor_of_a_micro_batch_is_copied(share):
     prompt = torch.tensor([5, 6])
     parts = [(prompt, torch.tensor([7])), (prompt, torch.tensor([1, 2]))]
     whole = PackedMicroBatch.from_rows(parts, {"weights": torch.ones(3)}, share_prompts=share)
     for value in (whole, context_parallel_part(whole)):
         copied: list[Tensor] = []
 
-        def copy(tensor: Tensor, device: torch.device, copied: list[Tensor] = copied) -> Tensor:
+        def copy(tensor, device, copied=copied):
             copied.append(tensor)
             return tensor
 
@@ -72,12 +68,12 @@ def test_every_tensor_of_a_micro_batch_is_copied(share: bool) -> None:
         assert sorted(map(id, copied)) == sorted(map(id, every_tensor(value))) and len(copied) >= 5
 
 
-def events(place: Place, path: Path, setup: Setup) -> list[str]:
+def events(place, path, setup):
     """Copies to the device, forward passes and losses of a step, in order."""
     seen: list[str] = []
 
-    def noting(name: str, function: Callable[..., Any]) -> Callable[..., Any]:
-        def call(*args: Any, **options: Any) -> Any:
+    def noting(name, function):
+        def call(*args, **options):
             if not seen or seen[-1] != name:
                 seen.append(name)
             return function(*args, **options)
@@ -96,7 +92,7 @@ def events(place: Place, path: Path, setup: Setup) -> list[str]:
     return seen
 
 
-def test_the_next_micro_batch_is_copied_after_the_loss_of_the_current_one(pool: ProcessPool, tmp_path: Path) -> None:
+def test_the_next_micro_batch_is_copied_after_the_loss_of_the_current_one(pool, tmp_path):
     save_model(tmp_path, "qwen3")
     setup = Setup(ParallelLayout(), optimizer=OptimizerOptions())
     (order,) = pool.run(events, 1, tmp_path, setup)
@@ -107,7 +103,7 @@ def test_the_next_micro_batch_is_copied_after_the_loss_of_the_current_one(pool: 
     ("longest", "ranks", "bound"),
     [((3, 5), 1, 128), ((100, 28), 1, 128), ((100, 29), 1, 256), ((9, 1), 3, 384)],
 )
-def test_the_longest_sequence_is_rounded_up(longest: tuple[int, int], ranks: int, bound: int) -> None:
+def test_the_longest_sequence_is_rounded_up(longest, ranks, bound):
     chunk = mock.Mock()
     chunk.config.context_parallel_size = ranks
     parts = [(torch.ones(n, dtype=torch.int64), torch.ones(m, dtype=torch.int64)) for n, m in ((1, 1), longest)]

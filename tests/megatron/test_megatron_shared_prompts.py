@@ -1,26 +1,17 @@
 """Shared prompts with the layers of Transformer Engine: Megatron rotates, and the attention takes whole sequences."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from arranged_layers import arranged_engine
 from engine_cases import Setup, engine, policy_loss
 from family_cases import MODELS
-from support.distributed import Place, ProcessPool
-from tiny_models import TEMPERATURE, Row, policy_reference, rows, save_model
-from torch import Tensor
+from tiny_models import TEMPERATURE, policy_reference, rows, save_model
 
 from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch
 from megarl.models import ParallelLayout
 
 
-def step(
-    place: Place, path: Path, setup: Setup, batch: list[Row], share: bool, arranged: bool = True
-) -> tuple[Tensor, dict[str, Tensor], int]:
+def step(place, path, setup, batch, share, arranged=True):
     """Log-probs, gradients and computed tokens of a step with all rows in one micro-batch."""
     with (arranged_engine if arranged else engine)(place, path, setup) as built:
         assert built.can_share_prompts
@@ -36,23 +27,21 @@ def step(
 
 @pytest.mark.parametrize("family", ["qwen3", "llama_yarn", "glm4_moe", "deepseek_dense"])
 @pytest.mark.parametrize("tp", [1, 2])
-def test_shared_prompts_equal_repeated_ones_and_hugging_face(
-    pool: ProcessPool, tmp_path: Path, family: str, tp: int
-) -> None:
+def test_shared_prompts_equal_repeated_ones_and_hugging_face(pool, tmp_path, family, tp):
     check(pool, tmp_path, MODELS.get(family, {"family": family}), tp, arranged=True)
 
 
 @pytest.mark.parametrize(("family", "tp"), [("olmo3", 2), ("gemma3", 2), ("gpt_oss", 1)])
-def test_shared_prompts_in_sliding_windows(pool: ProcessPool, tmp_path: Path, family: str, tp: int) -> None:
+def test_shared_prompts_in_sliding_windows(pool, tmp_path, family, tp):
     check(pool, tmp_path, MODELS[family], tp=tp, arranged=False)
 
 
 @pytest.mark.parametrize("family", ["qwen3_next_dense", "qwen3_5"])
-def test_shared_prompts_in_gated_delta_nets(pool: ProcessPool, tmp_path: Path, family: str) -> None:
+def test_shared_prompts_in_gated_delta_nets(pool, tmp_path, family):
     check(pool, tmp_path, MODELS[family], tp=2, arranged=False)
 
 
-def check(pool: ProcessPool, tmp_path: Path, model: dict[str, Any], tp: int, arranged: bool) -> None:
+def check(pool, tmp_path, model, tp, arranged):
     reference = save_model(tmp_path, **model)
     batch = [row._replace(prompt=rows()[number % 2].prompt) for number, row in enumerate(rows())]
     setup = Setup(ParallelLayout(tp=tp), sequence_parallel=tp > 1, optimizer=OptimizerOptions())

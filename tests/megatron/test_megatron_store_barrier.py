@@ -1,14 +1,10 @@
 """Ranks wait for slow files longer than a collective may take."""
 
-from __future__ import annotations
-
 import time
 from datetime import timedelta
-from typing import Any
 
 import pytest
 import torch.distributed as dist
-from support.distributed import Place, ProcessPool
 from support.expected_errors import raises
 
 from megarl.base.errors import CheckpointError
@@ -26,12 +22,12 @@ SLOW = {"export": (HFWriter, "_finish", 0), "write": (ItemWriter, "write", 1), "
 """Methods that read or write files, with the rank on which they are slow."""
 
 
-def save_and_load(place: Place, folder: str, case: str) -> int:
+def save_and_load(place, folder, case):
     """Save, export and load while the first call of a method takes longer than a collective may."""
     cls, name, slow_rank = SLOW[case]
     real, calls = getattr(cls, name), []
 
-    def slow(*args: Any) -> Any:
+    def slow(*args):
         calls.append(name)
         time.sleep(SLOW_S if len(calls) == 1 else 0)
         return real(*args)
@@ -51,7 +47,7 @@ def save_and_load(place: Place, folder: str, case: str) -> int:
         shutdown_runtime()
 
 
-def export_to_an_existing_folder(place: Place, folder: str) -> str:
+def export_to_an_existing_folder(place, folder):
     try:
         engine = build(place, TP2, {})
         fill(engine)
@@ -62,7 +58,7 @@ def export_to_an_existing_folder(place: Place, folder: str) -> str:
         shutdown_runtime()
 
 
-def collective_after(place: Place, seconds: float) -> None:
+def collective_after(place, seconds):
     """A collective in which one rank arrives late; shows that the groups' time limit is in force."""
     try:
         build(place, TP2, {})
@@ -75,22 +71,22 @@ def collective_after(place: Place, seconds: float) -> None:
 
 
 @pytest.mark.parametrize("case", SLOW)
-def test_files_may_take_longer_than_a_collective(pool: ProcessPool, tmp_path: Any, case: str) -> None:
+def test_files_may_take_longer_than_a_collective(pool, tmp_path, case):
     calls = pool.run(save_and_load, 2, str(tmp_path / "saved"), case)
     assert calls[SLOW[case][2]] > 0 and calls[1 - SLOW[case][2]] == 0
 
 
-def test_late_rank_fails_a_collective(pool: ProcessPool) -> None:
+def test_late_rank_fails_a_collective(pool):
     pool.run(collective_after, 2, SLOW_S)
 
 
-def test_failed_export_is_raised_on_the_ranks_that_wait_for_rank_0(pool: ProcessPool, tmp_path: Any) -> None:
+def test_failed_export_is_raised_on_the_ranks_that_wait_for_rank_0(pool, tmp_path):
     first, waiting = pool.run(export_to_an_existing_folder, 2, str(tmp_path))
     assert str(tmp_path) in first and first.endswith("[checkpoint.export-exists]")
     assert str(tmp_path) in waiting and waiting.endswith("[checkpoint.rank-failed]")
 
 
-def test_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_rank_that_never_comes_ends_the_wait(monkeypatch):
     store = dist.HashStore()
     monkeypatch.setattr("megarl.megatron.runtime.store_barrier._get_default_store", lambda: store)
     monkeypatch.setattr("megarl.megatron.runtime.store_barrier.LONGEST_WAIT_S", 0.05)
@@ -100,5 +96,5 @@ def test_rank_that_never_comes_ends_the_wait(monkeypatch: pytest.MonkeyPatch) ->
         StoreBarrier(1, 2).turns().wait()
 
 
-def test_single_rank_waits_for_nothing() -> None:
+def test_single_rank_waits_for_nothing():
     StoreBarrier(0, 1).wait_for_all()

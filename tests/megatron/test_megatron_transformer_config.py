@@ -5,7 +5,6 @@ from __future__ import annotations
 import ast
 import dataclasses
 from contextlib import suppress
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -14,10 +13,8 @@ from engine_cases import Setup, engine, micro_batches
 from family_cases import MODELS
 from megatron.core.transformer.enums import AttnBackend
 from megatron.core.transformer.transformer_config import TransformerConfig
-from support.distributed import Place, ProcessPool
 from support.expected_errors import raises
 from tiny_models import TEMPERATURE, rows, save_model
-from torch import Tensor
 
 from megarl.config import MegatronConfig
 from megarl.config.checks.transformer_field_table import OWNED, REJECTED, SUPPORTED
@@ -32,7 +29,7 @@ MODULES = key_at(MegatronConfig, "recompute_modules").limits.choices
 CHOSEN = {"deallocate_pipeline_outputs": False, "clone_scatter_output_in_embedding": False}
 
 
-def fields_and_log_probs(place: Place, path: Path, setup: Setup) -> tuple[dict[str, Any], Tensor]:
+def fields_and_log_probs(place, path, setup):
     """Configuration of the running engine's layers, and its outputs."""
     with engine(place, path, setup) as built:
         answers = built.forward(micro_batches(rows(1), setup), OutputOptions(TEMPERATURE))
@@ -40,7 +37,7 @@ def fields_and_log_probs(place: Place, path: Path, setup: Setup) -> tuple[dict[s
         return {name: getattr(config, name) for name in CHOSEN}, torch.cat([answer.log_probs for answer in answers])
 
 
-def test_user_fields_reach_every_rank(pool: ProcessPool, tmp_path: Path) -> None:
+def test_user_fields_reach_every_rank(pool, tmp_path):
     save_model(tmp_path, "qwen3")
     layout = ParallelLayout(tp=2)
     plain = pool.run(fields_and_log_probs, 2, tmp_path, Setup(layout))
@@ -52,14 +49,12 @@ def test_user_fields_reach_every_rank(pool: ProcessPool, tmp_path: Path) -> None
 
 @pytest.mark.parametrize("name", ["mistral", "llama_yarn", "qwen2_moe", "deepseek_v3"])
 @pytest.mark.parametrize("fused", [False, True])
-def test_every_field_that_megarl_sets_is_owned_or_supported(
-    name: str, fused: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_every_field_that_megarl_sets_is_owned_or_supported(name, fused, tmp_path, monkeypatch):
     """The config room's list of fields, which may not import Megatron, against the fields set here."""
     seen: dict[str, Any] = {}
     take = transformer_config.supported_arguments
 
-    def note(config: type, arguments: dict[str, Any]) -> dict[str, Any]:
+    def note(config, arguments):
         seen.update(arguments)
         return take(config, arguments)
 
@@ -73,7 +68,7 @@ def test_every_field_that_megarl_sets_is_owned_or_supported(
     assert seen.keys() <= allowed, sorted(seen.keys() - allowed)
 
 
-def test_user_value_overrides_a_supported_field(tmp_path: Path) -> None:
+def test_user_value_overrides_a_supported_field(tmp_path):
     save_model(tmp_path, "qwen3")
     options = MegatronOptions(transformer={"bias_dropout_fusion": True})
     config = build_transformer_config(read_model_config(tmp_path), ParallelLayout(), options, fused=False)
@@ -89,9 +84,7 @@ KERNELS = {
 }
 
 
-def test_fields_of_transformer_engine_reach_its_layers_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_fields_of_transformer_engine_reach_its_layers_only(tmp_path, monkeypatch, caplog):
     assert KERNELS.keys() == transformer_config.FUSED_ONLY < SUPPORTED
     save_model(tmp_path, "qwen3")
     model, options = read_model_config(tmp_path), MegatronOptions(transformer=KERNELS)
@@ -108,7 +101,7 @@ def test_fields_of_transformer_engine_reach_its_layers_only(
     assert len(caplog.records) == 1
 
 
-def test_full_precision_sums_of_bfloat16_products_are_turned_on(tmp_path: Path) -> None:
+def test_full_precision_sums_of_bfloat16_products_are_turned_on(tmp_path):
     save_model(tmp_path, "qwen3")
     options = MegatronOptions(dtype=torch.bfloat16, transformer={"disable_bf16_reduced_precision_matmul": True})
     before = torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction
@@ -119,7 +112,7 @@ def test_full_precision_sums_of_bfloat16_products_are_turned_on(tmp_path: Path) 
         torch.backends.cuda.matmul.allow_bf16_reduced_precision_reduction = before
 
 
-def test_fields_from_source_equal_those_of_the_class() -> None:
+def test_fields_from_source_equal_those_of_the_class():
     assert {field.name for field in dataclasses.fields(TransformerConfig)} == set(transformer_fields())
     assert tuple(AttnBackend.__members__) == attention_backends()
     annotations = {name: ast.unparse(transformer_fields()[name].annotation) for name in SUPPORTED}
@@ -132,7 +125,7 @@ def test_fields_from_source_equal_those_of_the_class() -> None:
     }
 
 
-def test_every_field_of_the_installed_release_is_classified() -> None:
+def test_every_field_of_the_installed_release_is_classified():
     """A failure here after an upgrade: classify the new fields in ``transformer_field_table.py``."""
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert sorted(fields - SUPPORTED - OWNED.keys() - REJECTED.keys()) == []
@@ -140,7 +133,7 @@ def test_every_field_of_the_installed_release_is_classified() -> None:
 
 @pytest.mark.parametrize("name", ["qwen3_moe", "deepseek_v3", "qwen3_next", "gemma3"])
 @pytest.mark.parametrize("module", MODULES)
-def test_megatron_accepts_every_recomputed_module_with_torchs_layers(name: str, module: str, tmp_path: Path) -> None:
+def test_megatron_accepts_every_recomputed_module_with_torchs_layers(name, module, tmp_path):
     """Only the activation of grouped experts needs Transformer Engine, and megarl's error says so."""
     save_model(tmp_path, **MODELS[name])
     options = MegatronOptions(recompute=RecomputeOptions("selective", modules=(module,)))

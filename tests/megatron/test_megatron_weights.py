@@ -1,25 +1,17 @@
 """Weights round-trip through Hugging Face folders bit for bit, and can be swapped temporarily."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from engine_cases import Setup, engine, forward, micro_batches, policy_loss, refusal
 from family_cases import LINEAR
 from safetensors.torch import load_file, save_file
-from support.distributed import Place, ProcessPool
 from tiny_models import TEMPERATURE, rows, save_model
-from torch import Tensor
 
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions
 from megarl.models import ParallelLayout
 
 
-def export(place: Place, path: Path, setup: Setup, target: Path) -> None:
+def export(place, path, setup, target):
     with engine(place, path, setup) as built:
         built.export_hf(target, source=path)
 
@@ -40,9 +32,7 @@ def export(place: Place, path: Path, setup: Setup, target: Path) -> None:
     ids=lambda value: value.describe() if isinstance(value, ParallelLayout) else value["family"],
 )
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_round_trip_is_bit_exact(
-    pool: ProcessPool, tmp_path: Path, model: dict[str, Any], layout: ParallelLayout, dtype: torch.dtype
-) -> None:
+def test_round_trip_is_bit_exact(pool, tmp_path, model, layout, dtype):
     original = save_model(tmp_path / "in", **model)
     if dtype is torch.bfloat16:
         original.to(dtype).save_pretrained(tmp_path / "in")
@@ -57,12 +47,12 @@ def test_round_trip_is_bit_exact(
     assert torch.equal(next(reloaded.parameters()), next(original.parameters()))
 
 
-def build(place: Place, path: Path, setup: Setup) -> None:
+def build(place, path, setup):
     with engine(place, path, setup):
         pass
 
 
-def test_tied_output_layer_that_is_not_the_embedding_raises(pool: ProcessPool, tmp_path: Path) -> None:
+def test_tied_output_layer_that_is_not_the_embedding_raises(pool, tmp_path):
     save_model(tmp_path, "qwen2", tied=True)
     tensors = load_file(tmp_path / "model.safetensors")
     save_file({**tensors, "lm_head.weight": tensors["model.embed_tokens.weight"] * 2}, tmp_path / "model.safetensors")
@@ -70,13 +60,13 @@ def test_tied_output_layer_that_is_not_the_embedding_raises(pool: ProcessPool, t
         assert "lm_head.weight" in message and message.endswith("[model.tied-head-differs]")
 
 
-def test_export_keeps_an_existing_folder(pool: ProcessPool, tmp_path: Path) -> None:
+def test_export_keeps_an_existing_folder(pool, tmp_path):
     save_model(tmp_path, "llama")
     (message,) = pool.run(refusal, 1, export, tmp_path, Setup(ParallelLayout()), tmp_path)
     assert str(tmp_path) in message and message.endswith("[checkpoint.export-exists]")
 
 
-def test_folder_without_a_tensor_raises(pool: ProcessPool, tmp_path: Path) -> None:
+def test_folder_without_a_tensor_raises(pool, tmp_path):
     save_model(tmp_path, "llama")
     tensors = load_file(tmp_path / "model.safetensors")
     del tensors["model.layers.1.mlp.up_proj.weight"]
@@ -85,17 +75,17 @@ def test_folder_without_a_tensor_raises(pool: ProcessPool, tmp_path: Path) -> No
     assert "model.layers.1.mlp.up_proj.weight" in message and message.endswith("[model.missing-tensor]")
 
 
-def swap(place: Place, path: Path, setup: Setup) -> dict[str, Any]:
+def swap(place, path, setup):
     """Log-probs of the initial weights, the trained ones, the initial ones swapped in, and the trained ones again."""
     batch = rows()
     with engine(place, path, setup) as built:
         mine = micro_batches(batch, setup, built.runtime.coordinate.dp, setup.layout.dp)
 
-        def say() -> Tensor:
+        def say():
             outputs = built.forward(micro_batches(batch, setup), OutputOptions(temperature=TEMPERATURE))
             return torch.cat([output.log_probs for output in outputs])
 
-        def step() -> None:
+        def step():
             built.forward_backward(mine, policy_loss, OutputOptions(with_entropy=True))
             built.optimizer_step()
 
@@ -117,7 +107,7 @@ def swap(place: Place, path: Path, setup: Setup) -> dict[str, Any]:
         }
 
 
-def steps(place: Place, path: Path, setup: Setup, count: int) -> dict[str, Tensor]:
+def steps(place, path, setup, count):
     with engine(place, path, setup) as built:
         mine = micro_batches(rows(), setup, built.runtime.coordinate.dp, setup.layout.dp)
         for _ in range(count):
@@ -127,7 +117,7 @@ def steps(place: Place, path: Path, setup: Setup, count: int) -> dict[str, Tenso
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_swapped_weights_are_restored_exactly(pool: ProcessPool, tmp_path: Path, dtype: torch.dtype) -> None:
+def test_swapped_weights_are_restored_exactly(pool, tmp_path, dtype):
     save_model(tmp_path, "qwen2", tied=True)
     setup = Setup(ParallelLayout(tp=2, dp=2), dtype=dtype, optimizer=OptimizerOptions(lr=1e-2))
     answers = pool.run(swap, 4, tmp_path, setup)
@@ -141,17 +131,17 @@ def test_swapped_weights_are_restored_exactly(pool: ProcessPool, tmp_path: Path,
             assert torch.equal(answer["second_step"][name], tensor), name
 
 
-def step_without_optimizer(place: Place, path: Path) -> None:
+def step_without_optimizer(place, path):
     with engine(place, path, Setup(ParallelLayout())) as built:
         built.optimizer_step()
 
 
-def forward_of_nothing(place: Place, path: Path) -> None:
+def forward_of_nothing(place, path):
     with engine(place, path, Setup(ParallelLayout())) as built:
         built.forward([])
 
 
-def another_layout(place: Place, path: Path) -> None:
+def another_layout(place, path):
     with engine(place, path, Setup(ParallelLayout())) as built:
         MegatronEngine(built.model, ParallelLayout(tp=2), built.runtime, built.options)
 
@@ -164,7 +154,7 @@ def another_layout(place: Place, path: Path) -> None:
         (another_layout, "layout.process-group", "TP2 PP1 DP1 is not that of the process group: TP1 PP1 DP1"),
     ],
 )
-def test_misuse_raises(pool: ProcessPool, tmp_path: Path, case: Callable[..., None], code: str, named: str) -> None:
+def test_misuse_raises(pool, tmp_path, case, code, named):
     save_model(tmp_path, "llama")
     (message,) = pool.run(refusal, 1, case, tmp_path)
     assert named in message and message.endswith(f"[{code}]"), message

@@ -1,8 +1,6 @@
 """End-of-sequence tokens of the three files that name some, and the generation config of an export."""
 
 import json
-from pathlib import Path
-from typing import Any
 
 import pytest
 import transformers
@@ -16,7 +14,7 @@ def folder(real_model_folder, tmp_path):
     """A function that writes a config, and a generation config unless it is None, with end-of-sequence tokens."""
     raw = json.loads((real_model_folder() / "config.json").read_text(encoding="utf-8"))
 
-    def make(config: Any, generation: Any = None) -> Path:
+    def make(config, generation=None):
         (tmp_path / "config.json").write_text(json.dumps({**raw, "eos_token_id": config}), encoding="utf-8")
         if generation is not None:
             settings = {} if generation == {} else {"eos_token_id": generation}

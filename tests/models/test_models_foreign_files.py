@@ -8,8 +8,6 @@ import json
 import pickle
 import shutil
 import struct
-from collections.abc import Callable, Iterator
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -23,7 +21,6 @@ from megarl.models.adapters import AdapterMap, LoraOptions
 from megarl.models.end_tokens import generation_config_with, read_end_tokens
 from megarl.models.hf_config import parse_model_config
 from megarl.models.hf_writer import exported_config
-from megarl.models.model_config import ModelConfig
 from megarl.models.model_identity import identify_model
 from megarl.models.peft_folder import AdapterFolder, peft_config
 from megarl.models.rope import attention_factor, inverse_frequencies, softmax_scale, window_frequencies
@@ -72,7 +69,7 @@ LLAMA3 = {
 }
 
 
-def variants(document: dict[str, Any], values: tuple[Any, ...] = VALUES) -> Iterator[tuple[str, dict[str, Any]]]:
+def variants(document, values=VALUES):
     """The document without each field, and with each of the values in its place; also one level below."""
     for name, value in document.items():
         yield f"{name} is missing", {key: kept for key, kept in document.items() if key != name}
@@ -83,7 +80,7 @@ def variants(document: dict[str, Any], values: tuple[Any, ...] = VALUES) -> Iter
                 yield f"{name}.{text}", {**document, name: changed}
 
 
-def compute(config: ModelConfig) -> None:
+def compute(config):
     """Everything that megarl computes from a config on its own."""
     inverse_frequencies(config)
     window_frequencies(config)
@@ -94,7 +91,7 @@ def compute(config: ModelConfig) -> None:
     pickle.dumps(config)
 
 
-def published(architecture: str) -> dict[str, Any]:
+def published(architecture):
     """The config of a family by transformers' defaults, with four small layers, and fields that it leaves out."""
     kind = getattr(transformers, architecture)
     raw = json.loads(kind.config_class().to_json_string(use_diff=False))
@@ -106,12 +103,12 @@ def published(architecture: str) -> dict[str, Any]:
 CAUSAL = [name for name in known_architectures() if name.endswith("ForCausalLM") and hasattr(transformers, name)]
 
 
-def test_every_family_has_a_config_of_transformers() -> None:
+def test_every_family_has_a_config_of_transformers():
     assert len(CAUSAL) >= 15
 
 
 @pytest.mark.parametrize("architecture", CAUSAL)
-def test_a_config_with_any_value_in_a_field_is_read_or_refused(architecture: str) -> None:
+def test_a_config_with_any_value_in_a_field_is_read_or_refused(architecture):
     raw, results = published(architecture), []
     compute(parse_model_config(raw))
     older = {name: value for name, value in raw.items() if name != "rope_parameters"} | {"rope_theta": 1e4}
@@ -148,7 +145,7 @@ def test_a_config_with_any_value_in_a_field_is_read_or_refused(architecture: str
         ("layer_types", 5, "field-value"),
     ],
 )
-def test_a_value_of_another_type_is_named(field: str, value: Any, fault: str) -> None:
+def test_a_value_of_another_type_is_named(field, value, fault):
     raw = published("Olmo3ForCausalLM")
     del raw["rope_parameters"]
     name, shown = (field, value) if not isinstance(value, dict) else ("factor", "4")
@@ -157,13 +154,13 @@ def test_a_value_of_another_type_is_named(field: str, value: Any, fault: str) ->
 
 
 @pytest.fixture
-def folder(real_model_folder: Callable[..., Path], tmp_path: Path) -> Path:
+def folder(real_model_folder, tmp_path):
     return shutil.copytree(real_model_folder("llama"), tmp_path / "model")
 
 
 @pytest.mark.parametrize("text", [*DEEP, "", "5", "[]", "null", '"text"', "{", '{"a": 1}{', "\x00", "\ud800"])
 @pytest.mark.parametrize("name", ["config.json", "generation_config.json", "model.safetensors.index.json"])
-def test_a_file_with_any_json_is_named(folder: Path, name: str, text: str) -> None:
+def test_a_file_with_any_json_is_named(folder, name, text):
     (folder / name).write_bytes(text.encode("utf-8", "surrogatepass"))
     for read in (read_model_config, read_end_tokens, check_model_folder):
         try:
@@ -176,7 +173,7 @@ def test_a_file_with_any_json_is_named(folder: Path, name: str, text: str) -> No
 
 
 @pytest.mark.parametrize("text", DEEP)
-def test_a_field_nested_too_deeply_is_refused(folder: Path, text: str) -> None:
+def test_a_field_nested_too_deeply_is_refused(folder, text):
     raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
     for name in (*raw, "an_unknown_field"):
         document = json.dumps({**raw, name: "DEEP"}).replace('"DEEP"', text)
@@ -185,7 +182,7 @@ def test_a_field_nested_too_deeply_is_refused(folder: Path, text: str) -> None:
             read_model_config(folder)
 
 
-def test_a_generation_config_with_any_value_in_a_field(folder: Path) -> None:
+def test_a_generation_config_with_any_value_in_a_field(folder):
     document = {"eos_token_id": [1, 2], "temperature": 0.5}
     for _, changed in variants(document):
         (folder / "generation_config.json").write_text(json.dumps(changed), encoding="utf-8")
@@ -194,18 +191,18 @@ def test_a_generation_config_with_any_value_in_a_field(folder: Path) -> None:
             generation_config_with(folder, 9)
 
 
-def header_of(file: Path) -> tuple[dict[str, Any], bytes]:
+def header_of(file):
     """The JSON header and the data of a safetensors file."""
     content = file.read_bytes()
     (length,) = struct.unpack("<Q", content[:8])
     return json.loads(content[8 : 8 + length]), content[8 + length :]
 
 
-def write_header(file: Path, header: str, data: bytes) -> None:
+def write_header(file, header, data):
     file.write_bytes(struct.pack("<Q", len(header.encode())) + header.encode() + data)
 
 
-def test_a_safetensors_header_with_any_value_in_a_field(folder: Path) -> None:
+def test_a_safetensors_header_with_any_value_in_a_field(folder):
     file = folder / "model.safetensors"
     header, data = header_of(file)
     name = "model.norm.weight"
@@ -226,13 +223,13 @@ def test_a_safetensors_header_with_any_value_in_a_field(folder: Path) -> None:
 
 
 @pytest.mark.parametrize("text", [*DEEP, "5", "[]", "null", '{"a": 5}', '{"a": {"data_offsets": [0]}}', '{"a": []}'])
-def test_a_safetensors_header_with_any_json_is_named(folder: Path, text: str) -> None:
+def test_a_safetensors_header_with_any_json_is_named(folder, text):
     write_header(folder / "model.safetensors", text + " " * 8, b"")
     with raises("model.not-safetensors", folder / "model.safetensors"):
         check_model_folder(folder)
 
 
-def test_an_index_with_any_value_in_a_field(folder: Path) -> None:
+def test_an_index_with_any_value_in_a_field(folder):
     header, _ = header_of(folder / "model.safetensors")
     placed = dict.fromkeys((name for name in header if name != "__metadata__"), "model.safetensors")
     index = {"metadata": {"total_size": 5}, "weight_map": {"model.norm.weight": placed["model.norm.weight"]}}
@@ -250,7 +247,7 @@ def test_an_index_with_any_value_in_a_field(folder: Path) -> None:
 
 
 @pytest.fixture
-def adapters(real_model_folder: Callable[..., Path], tmp_path: Path) -> tuple[Path, AdapterMap]:
+def adapters(real_model_folder, tmp_path):
     """Adapters as peft itself saves them."""
     import peft
 
@@ -263,7 +260,7 @@ def adapters(real_model_folder: Callable[..., Path], tmp_path: Path) -> tuple[Pa
     return tmp_path / "adapter", AdapterMap(WeightMap(read_model_config(base)), options)
 
 
-def test_an_adapter_config_with_any_value_in_a_field(adapters: tuple[Path, AdapterMap]) -> None:
+def test_an_adapter_config_with_any_value_in_a_field(adapters):
     folder, expected = adapters
     file = folder / "adapter_config.json"
     original = json.loads(file.read_text(encoding="utf-8"))
@@ -282,7 +279,7 @@ def test_an_adapter_config_with_any_value_in_a_field(adapters: tuple[Path, Adapt
 
 
 @pytest.mark.parametrize("text", [*DEEP, "", "5", "[]", "null", "{", "{}"])
-def test_an_adapter_config_with_any_json_is_named(adapters: tuple[Path, AdapterMap], text: str) -> None:
+def test_an_adapter_config_with_any_json_is_named(adapters, text):
     folder, expected = adapters
     (folder / "adapter_config.json").write_text(text, encoding="utf-8")
     with pytest.raises(ConfigError) as caught:

@@ -1,7 +1,5 @@
 """Pipeline errors list every valid value."""
 
-from __future__ import annotations
-
 import pytest
 from support.expected_errors import raises
 
@@ -26,7 +24,7 @@ FIRST, LAST = "num_layers_in_first_pipeline_stage", "num_layers_in_last_pipeline
         (6, {"pp": 3, "last_stage_layers": 4, "vpp": 3}, f"{VPP}=3", "1"),
     ],
 )
-def test_layers_that_do_not_divide_are_rejected(layers: int, sizes: dict[str, int], key: str, valid: str) -> None:
+def test_layers_that_do_not_divide_are_rejected(layers, sizes, key, valid):
     layout = ParallelLayout(**sizes)
     code = "layout.pp-layers" if key.startswith(PP) else "layout.pipeline-split"
     with raises(code, f"critic.megatron.{key}") as error:
@@ -35,7 +33,7 @@ def test_layers_that_do_not_divide_are_rejected(layers: int, sizes: dict[str, in
 
 
 @pytest.mark.parametrize("layers", [1, 2, 6, 7, 12])
-def test_accepted_layouts_place_every_layer_once(layers: int) -> None:
+def test_accepted_layouts_place_every_layer_once(layers):
     accepted = 0
     for pp in range(1, 6):
         for vpp in range(1, 4):

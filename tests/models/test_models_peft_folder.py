@@ -50,10 +50,10 @@ UNSUPPORTED = "adapter.unsupported-setting"
 
 
 @pytest.fixture(scope="module")
-def saved(real_model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -> Folder:
+def saved(real_model_folder, tmp_path_factory):
     """Saves new adapters of peft and returns their folder."""
 
-    def save(**settings: Any) -> Path:
+    def save(**settings):
         import peft
         import transformers
 
@@ -68,18 +68,18 @@ def saved(real_model_folder: Folder, tmp_path_factory: pytest.TempPathFactory) -
 
 
 @pytest.fixture(scope="module")
-def plain(saved: Folder) -> Path:
+def plain(saved):
     return saved(lora_dropout=0.1)
 
 
-def with_settings(folder: Path, copy: Path, **settings: Any) -> Path:
+def with_settings(folder, copy, **settings):
     shutil.copytree(folder, copy)
     config = json.loads((copy / "adapter_config.json").read_text(encoding="utf-8"))
     (copy / "adapter_config.json").write_text(json.dumps(config | settings), encoding="utf-8")
     return copy
 
 
-def check_for_training(folder: Path, base: Path, targets: tuple[str, ...] = ("q_proj",)) -> None:
+def check_for_training(folder, base, targets=("q_proj",)):
     adapters = AdapterMap(WeightMap(read_model_config(base)), LoraOptions(rank=2, alpha=4.0, targets=targets))
     adapters.check_layout(ParallelLayout())
     opened = AdapterFolder(folder)
@@ -87,7 +87,7 @@ def check_for_training(folder: Path, base: Path, targets: tuple[str, ...] = ("q_
     opened.check_base(base)
 
 
-def test_settings_of_the_installed_peft_are_known(plain: Path, real_model_folder: Folder, tmp_path: Path) -> None:
+def test_settings_of_the_installed_peft_are_known(plain, real_model_folder, tmp_path):
     import peft
 
     written = json.loads((plain / "adapter_config.json").read_text(encoding="utf-8"))
@@ -102,9 +102,7 @@ def test_settings_of_the_installed_peft_are_known(plain: Path, real_model_folder
 
 
 @pytest.mark.parametrize("name", REFUSED)
-def test_a_setting_that_changes_the_model_is_refused(
-    name: str, plain: Path, real_model_folder: Folder, tmp_path: Path
-) -> None:
+def test_a_setting_that_changes_the_model_is_refused(name, plain, real_model_folder, tmp_path):
     folder = with_settings(plain, tmp_path / "changed", **{name: REFUSED[name]})
     code = {"peft_type": "adapter.not-lora", "lora_of_next_year": "adapter.unknown-setting"}.get(name, UNSUPPORTED)
     with raises(code, folder, f"{name}=", error=ConfigError):
@@ -114,7 +112,7 @@ def test_a_setting_that_changes_the_model_is_refused(
 
 
 @pytest.mark.parametrize("initialization", ["pissa", "pissa_niter_4", "olora"])
-def test_adapters_of_a_shifted_base_are_refused(initialization: str, saved: Folder, real_model_folder: Folder) -> None:
+def test_adapters_of_a_shifted_base_are_refused(initialization, saved, real_model_folder):
     folder = saved(init_lora_weights=initialization)
     with raises(UNSUPPORTED, folder, "init_lora_weights=", f"'{initialization}'"):
         check_for_training(folder, real_model_folder("qwen2"))
@@ -123,16 +121,12 @@ def test_adapters_of_a_shifted_base_are_refused(initialization: str, saved: Fold
 
 
 @pytest.mark.parametrize("initialization", ["gaussian", "orthogonal", False])
-def test_other_initial_values_leave_the_base_unchanged(
-    initialization: Any, saved: Folder, real_model_folder: Folder
-) -> None:
+def test_other_initial_values_leave_the_base_unchanged(initialization, saved, real_model_folder):
     check_for_training(saved(init_lora_weights=initialization), real_model_folder("qwen2"))
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_copy_of_the_output_layer_must_be_that_of_the_base(
-    dtype: torch.dtype, saved: Folder, real_model_folder: Folder, tmp_path: Path
-) -> None:
+def test_a_copy_of_the_output_layer_must_be_that_of_the_base(dtype, saved, real_model_folder, tmp_path):
     """Peft saves the base weight of an adapted output layer; a model in bfloat16 is copied in float32."""
     targets = ("q_proj", "lm_head")
     folder, base = saved(target_modules=list(targets)), shutil.copytree(real_model_folder("qwen2"), tmp_path / "base")
@@ -155,7 +149,7 @@ def test_a_copy_of_the_output_layer_must_be_that_of_the_base(
         open_source(folder, base)
 
 
-def test_resized_embeddings_are_refused(plain: Path, real_model_folder: Folder, tmp_path: Path) -> None:
+def test_resized_embeddings_are_refused(plain, real_model_folder, tmp_path):
     folder = shutil.copytree(plain, tmp_path / "resized")
     name, file = "base_model.model.model.embed_tokens.weight", folder / "adapter_model.safetensors"
     save_file({**load_file(file), name: torch.zeros(51, 32)}, file)

@@ -7,14 +7,13 @@ from unittest import mock
 import pytest
 import torch
 import torch.nn.functional as F
-from torch import Tensor
 from torch.nn.attention.bias import causal_lower_right
 
 from megarl.models import torch_attention
 from megarl.models.torch_attention import dot_product_attention, lacks_grouped_kernel
 
 
-def test_gpu_has_no_kernel_with_grouped_queries_in_single_precision_or_with_a_mask() -> None:
+def test_gpu_has_no_kernel_with_grouped_queries_in_single_precision_or_with_a_mask():
     mask = torch.zeros(2, 2)
     cases = [
         (True, torch.float32, 64, 64, None, True),
@@ -31,13 +30,13 @@ def test_gpu_has_no_kernel_with_grouped_queries_in_single_precision_or_with_a_ma
 
 
 @pytest.mark.parametrize("masked", [False, True])
-def test_repeated_key_value_heads_equal_grouped_queries(monkeypatch: pytest.MonkeyPatch, masked: bool) -> None:
+def test_repeated_key_value_heads_equal_grouped_queries(monkeypatch, masked):
     query = torch.randn(2, 4, 5, 8, requires_grad=True)
     key, value = (torch.randn(2, 2, 5, 8, requires_grad=True) for _ in range(2))
     seed = torch.randn(2, 4, 5, 8)
     mask = torch.ones(5, 5, dtype=torch.bool).tril(-1).logical_or(torch.eye(5).flip(0).bool()) if masked else None
 
-    def attend() -> Tensor:
+    def attend():
         return dot_product_attention(query, key, value, mask=mask, is_causal=not masked, scale=0.3)
 
     grouped = attend()
@@ -51,11 +50,11 @@ def test_repeated_key_value_heads_equal_grouped_queries(monkeypatch: pytest.Monk
     torch.testing.assert_close(torch.autograd.grad(repeated, (query, key, value), seed), expected)
 
 
-def test_gpu_takes_no_kernel_of_cudnn(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_gpu_takes_no_kernel_of_cudnn(monkeypatch):
     """The choice is process-wide while the attention is chosen, and as before afterwards."""
     allowed: list[tuple[bool, bool, bool]] = []
 
-    def choose(*_: object, **__: object) -> None:
+    def choose(*_, **__):
         flags = torch.backends.cuda
         allowed.append((flags.cudnn_sdp_enabled(), flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled()))
 

@@ -40,7 +40,7 @@ def tokenizer():
 
 @pytest.fixture
 def batch_of(tokenizer):
-    def build(*rows, **non_tensors) -> DataProto:
+    def build(*rows, **non_tensors):
         """A batch of (prompt, response, ground truth); a response of None has no token at all."""
         prompts = [tokenizer(prompt)["input_ids"] for prompt, _, _ in rows]
         responses = [[] if text is None else [*tokenizer(text)["input_ids"], EOS] for _, text, _ in rows]

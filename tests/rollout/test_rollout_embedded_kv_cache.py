@@ -5,14 +5,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.models import ModelConfig
 from megarl.rollout.embedded.kv_cache import WIDTH_MULTIPLE, KVCache, decode_parts
 
 SLOTS, HEADS, HEAD_DIM, LENGTH = 3, 2, 4, 300
 
 
 @pytest.fixture(scope="module")
-def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
+def config(tmp_path_factory):
     """A model of two layers."""
     from transformers import Qwen2Config
 
@@ -27,7 +26,7 @@ def config(tmp_path_factory: pytest.TempPathFactory) -> ModelConfig:
 
 @settings(max_examples=60)
 @given(lengths=st.lists(st.lists(st.integers(1, LENGTH), min_size=SLOTS, max_size=SLOTS), min_size=2, max_size=6))
-def test_slots_keep_their_tokens_through_every_change_of_width(config: ModelConfig, lengths: list[list[int]]) -> None:
+def test_slots_keep_their_tokens_through_every_change_of_width(config, lengths):
     """Each round has other lengths: fitting tokens stay, and new tokens are written after them."""
     cache = KVCache(config, SLOTS, LENGTH, torch.float32, torch.device("cpu"))
     held = [torch.zeros(0, HEADS, HEAD_DIM) for _ in range(SLOTS)]
@@ -48,7 +47,7 @@ def test_slots_keep_their_tokens_through_every_change_of_width(config: ModelConf
                 torch.testing.assert_close(values[slot, :, : len(tokens)].transpose(0, 1), -tokens, rtol=0, atol=0)
 
 
-def test_width_follows_the_longest_sequence_with_hysteresis(config: ModelConfig) -> None:
+def test_width_follows_the_longest_sequence_with_hysteresis(config):
     """It grows to the next multiple, and shrinks only by a quarter or more."""
     cache = KVCache(config, SLOTS, LENGTH, torch.float32, torch.device("cpu"))
     widths = []
@@ -60,7 +59,7 @@ def test_width_follows_the_longest_sequence_with_hysteresis(config: ModelConfig)
 
 
 @given(lengths=st.lists(st.integers(1, 1000), min_size=1, max_size=40), is_sorted=st.booleans())
-def test_parts_cover_all_sequences_in_any_order(lengths: list[int], is_sorted: bool) -> None:
+def test_parts_cover_all_sequences_in_any_order(lengths, is_sorted):
     lengths = sorted(lengths, reverse=True) if is_sorted else lengths
     parts = decode_parts(torch.tensor(lengths), 1000)
     assert [place for rows, _ in parts for place in range(rows.start, rows.stop)] == list(range(len(lengths)))
@@ -69,7 +68,7 @@ def test_parts_cover_all_sequences_in_any_order(lengths: list[int], is_sorted: b
     assert len(parts) == 1 or reads <= 0.75 * 1000 * len(lengths)
 
 
-def test_parts_of_a_few_long_sequences_and_many_short_ones() -> None:
+def test_parts_of_a_few_long_sequences_and_many_short_ones():
     lengths = torch.tensor([1000, 600, 450, 260, *[100] * 28])
     assert decode_parts(lengths, 1024) == [(slice(0, 2), 1000), (slice(2, 4), 450), (slice(4, 32), 100)]
     assert decode_parts(lengths[:4], 1024) == [(slice(0, 2), 1000), (slice(2, 4), 450)]

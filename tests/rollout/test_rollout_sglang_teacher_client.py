@@ -7,7 +7,6 @@ import contextlib
 import json
 import threading
 import time
-from collections.abc import Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from typing import Any
 
@@ -28,10 +27,10 @@ ROWS = [TokenRow([1, 2, 3][: n % 3 + 1], list(range(n, n + n % 5))) for n in ran
 class OpenRequests:
     """Counts the open requests of one or several servers."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self._lock, self._now, self.most = threading.Lock(), 0, 0
 
-    def add(self, change: int) -> None:
+    def add(self, change):
         with self._lock:
             self._now += change
             self.most = max(self.most, self._now)
@@ -45,9 +44,7 @@ class Server(ThreadingHTTPServer):
 
     request_queue_size, daemon_threads = 1024, True
 
-    def __init__(
-        self, failures: list[int], wait_s: float = 0.0, together: int = 1, open_requests: OpenRequests | None = None
-    ) -> None:
+    def __init__(self, failures, wait_s=0.0, together=1, open_requests=None):
         super().__init__(("127.0.0.1", 0), Handler)
         self.open_requests = open_requests or OpenRequests()
         self.together = threading.Barrier(together)
@@ -60,7 +57,7 @@ class Server(ThreadingHTTPServer):
 class Handler(BaseHTTPRequestHandler):
     server: Server
 
-    def do_POST(self) -> None:
+    def do_POST(self):
         fields, server = json.loads(self.rfile.read(int(self.headers["Content-Length"]))), self.server
         server.open_requests.add(1)
         with server.lock:
@@ -79,21 +76,21 @@ class Handler(BaseHTTPRequestHandler):
         with contextlib.suppress(BrokenPipeError):  # the client may have given up
             self.wfile.write(text)
 
-    def log_message(self, *args: Any) -> None:
+    def log_message(self, *args):
         pass
 
 
-def answer(ids: list[int], start: int) -> dict[str, Any]:
+def answer(ids, start):
     entries = [[None if n == 0 else -float(token), token, None] for n, token in enumerate(ids[start:])]
     return {"text": "", "meta_info": {"input_token_logprobs": entries, "output_token_logprobs": []}}
 
 
 @pytest.fixture
-def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
+def start(monkeypatch):
     monkeypatch.setattr(teacher, "_FIRST_WAIT_S", 0.01)
     servers = []
 
-    def build(*args: Any, **kwargs: Any) -> Server:
+    def build(*args, **kwargs):
         servers.append(Server(*args, **kwargs))
         return servers[-1]
 
@@ -103,17 +100,17 @@ def start(monkeypatch: pytest.MonkeyPatch) -> Iterator[Any]:
         server.server_close()
 
 
-def client(servers: list[str], **changes: Any) -> TeacherServers:
+def client(servers, **changes):
     return TeacherServers(KEY, TeacherServerConfig(urls=servers, **changes))
 
 
-def assert_graded(servers: TeacherServers) -> None:
+def assert_graded(servers):
     grades = servers.grade(ROWS)
     assert [grade.log_probs.tolist() for grade in grades] == [[-float(token) for token in row.response] for row in ROWS]
     servers.close()
 
 
-def test_rows_are_graded_in_order_by_concurrent_requests(start: Any) -> None:
+def test_rows_are_graded_in_order_by_concurrent_requests(start):
     both = OpenRequests()
     one, two = (start([], 0.05, open_requests=both) for _ in range(2))
     one.together = two.together = threading.Barrier(2)  # a request is answered when another one is open
@@ -123,7 +120,7 @@ def test_rows_are_graded_in_order_by_concurrent_requests(start: Any) -> None:
     assert 2 <= both.most <= 4
 
 
-def test_one_client_holds_hundreds_of_requests_open(start: Any) -> None:
+def test_one_client_holds_hundreds_of_requests_open(start):
     """The server answers none before all are open: connections and threads of the client are no limit."""
     count = 512
     server = start([], together=count)
@@ -134,21 +131,21 @@ def test_one_client_holds_hundreds_of_requests_open(start: Any) -> None:
     servers.close()
 
 
-def test_failed_requests_are_repeated(start: Any) -> None:
+def test_failed_requests_are_repeated(start):
     server = start([503, 500, 429])
     servers = client([server.url], rows_per_request=4)
     assert_graded(servers)
     assert servers.retries == 3
 
 
-def test_a_dead_server_is_passed_over(start: Any) -> None:
+def test_a_dead_server_is_passed_over(start):
     with held_port("127.0.0.1") as port:  # nobody listens there
         servers = client([f"http://127.0.0.1:{port}", start([]).url])
         assert_graded(servers)
     assert servers.retries >= 1
 
 
-def test_the_last_failure_names_url_and_key(start: Any) -> None:
+def test_the_last_failure_names_url_and_key(start):
     server = start([503] * 9)
     servers = client([server.url], max_attempts=3, rows_per_request=99)
     with raises("teacher.unavailable", f"{KEY}.urls", f"{server.url}/generate", "status 503", "3 attempts"):
@@ -166,7 +163,7 @@ def test_the_last_failure_names_url_and_key(start: Any) -> None:
     servers.close()
 
 
-def test_a_refused_request_is_not_repeated(start: Any) -> None:
+def test_a_refused_request_is_not_repeated(start):
     server = start([400])
     servers = client([server.url], rows_per_request=99)
     with raises("teacher.request-refused", f"{KEY}.urls", f"{server.url}/generate", "status 400"):
@@ -175,7 +172,7 @@ def test_a_refused_request_is_not_repeated(start: Any) -> None:
     servers.close()
 
 
-def test_other_tokens_than_those_sent_are_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_other_tokens_than_those_sent_are_an_error(start, monkeypatch):
     monkeypatch.setitem(globals(), "answer", lambda ids, start, right=answer: right(ids[:-1], start))
     servers = client([start([]).url])
     with raises("teacher.malformed-answer", f"{KEY}.urls", "log-prob"):
@@ -209,7 +206,7 @@ LIES: list[Any] = [
 ]
 
 
-def test_a_server_that_lies_is_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_server_that_lies_is_an_error(start, monkeypatch):
     servers, row = client([start([]).url]), TokenRow([2], [3, 4])
     bodies = [{"meta_info": meta_info} for meta_info in LIES]
     for body in [*bodies, None, 5, "text", []]:
@@ -219,7 +216,7 @@ def test_a_server_that_lies_is_an_error(start: Any, monkeypatch: pytest.MonkeyPa
     servers.close()
 
 
-def test_an_honest_server_may_round(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_honest_server_may_round(start, monkeypatch):
     rounded = {"input_token_logprobs": [HONEST[0], [1e-6, 3], [-0.0, 4]], "input_top_logprobs": TOP}
     monkeypatch.setitem(globals(), "answer", lambda ids, start: {"meta_info": rounded})
     servers = client([start([]).url])
@@ -228,7 +225,7 @@ def test_an_honest_server_may_round(start: Any, monkeypatch: pytest.MonkeyPatch)
     servers.close()
 
 
-def arrays(ids: np.ndarray, values: np.ndarray, dtype: str = "float32") -> dict[str, Any]:
+def arrays(ids, values, dtype="float32"):
     """Top tokens as SGLang returns them with ``return_flat_raw_top_logprobs_b64``."""
     name = "input_top_logprobs_{}_flat_b64"
     fields = {name.format("idx"): ids.astype(np.int32), name.format("val"): values.astype(dtype)}
@@ -236,13 +233,13 @@ def arrays(ids: np.ndarray, values: np.ndarray, dtype: str = "float32") -> dict[
     return encoded | {f"{key}_dtype": str(array.dtype) for key, array in fields.items()}
 
 
-def test_damaged_arrays_of_top_tokens_are_an_error(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_damaged_arrays_of_top_tokens_are_an_error(start, monkeypatch):
     ids, values = np.arange(8).reshape(4, 2), -1 - np.arange(8.0).reshape(4, 2)
     row, plain = TokenRow([1, 2], [3, 4, 5]), answer
     cases = [arrays(ids, values), arrays(ids[:2], values), arrays(ids, values, "float64"), arrays(ids[:, :1], values)]
     for number, fields in enumerate(cases):
 
-        def with_top(ids: list[int], start: int, fields: dict[str, Any] = fields) -> dict[str, Any]:
+        def with_top(ids, start, fields=fields):
             body = plain(ids, start)
             return {**body, "meta_info": {**body["meta_info"], **fields}}
 
@@ -257,7 +254,7 @@ def test_damaged_arrays_of_top_tokens_are_an_error(start: Any, monkeypatch: pyte
         servers.close()
 
 
-def test_api_key_comes_from_the_environment(start: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_api_key_comes_from_the_environment(start, monkeypatch):
     server = start([])
     with raises("teacher.api-key-unset", f"{KEY}.api_key_env=NO_SUCH_KEY"):
         client([server.url], api_key_env="NO_SUCH_KEY")

@@ -3,20 +3,16 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import ray
 
 from megarl.base.errors import MegarlError
 from megarl.cluster import RaySession, ResourcePool, wait_ready
-from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import RolloutGroup
 from megarl.models import ParallelLayout
 from megarl.samples.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
-from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from megarl.workers.dispatch import Dispatch, verb
 from tests.support.expected_errors import raises
 from tests.support.waits import wait_until
 
@@ -26,33 +22,33 @@ WAIT_S = 120.0
 class Engine:
     """A replica without an engine; its model cannot be built while a file exists, and is not while another one does."""
 
-    def __init__(self, place: WorkerPlace, *, broken: Path) -> None:
+    def __init__(self, place, *, broken):
         self.replica, self.broken = place.rank, broken
 
     @verb(Dispatch.ALL)
-    def init_model(self) -> None:
+    def init_model(self):
         while self.broken.with_name("held").exists():
             time.sleep(0.05)
         if self.broken.exists():
             raise MegarlError("no memory for the weights", code="engine.device-memory")
 
     @verb(Dispatch.ALL)
-    def number(self) -> int:
+    def number(self):
         return self.replica
 
 
 @pytest.fixture(scope="module")
-def pool(forked_workers: None) -> Iterator[PlacedPool]:
+def pool(forked_workers):
     """Two devices of the three that the pool would like."""
     with RaySession(num_cpus=2) as session:
         yield session.place([ResourcePool("rollout", "cpu", [1, 1, 1], required=1)])["rollout"]
 
 
 @pytest.fixture
-def make(pool: PlacedPool, tmp_path: Path) -> Iterator[Callable[..., tuple[RolloutGroup, ElasticReplicas, list[str]]]]:
+def make(pool, tmp_path):
     groups: list[RolloutGroup] = []
 
-    def build(least: int, join_timeout_s: float = WAIT_S) -> tuple[RolloutGroup, ElasticReplicas, list[str]]:
+    def build(least, join_timeout_s=WAIT_S):
         pool.release([2])
         pool.request([0, 1])
         wait_until(lambda: pool.is_placed([0, 1]))
@@ -71,11 +67,11 @@ def make(pool: PlacedPool, tmp_path: Path) -> Iterator[Callable[..., tuple[Rollo
         group.shutdown()
 
 
-def numbers(group: RolloutGroup) -> Any:
+def numbers(group):
     return group.call("number")
 
 
-def test_a_lost_replica_leaves_at_once_and_joins_again(make: Callable[..., Any]) -> None:
+def test_a_lost_replica_leaves_at_once_and_joins_again(make):
     group, elastic, lines = make(least=1)
     assert group.ranks == [0, 1] and group.world_size == 3 and numbers(group) == [0, 1]
     assert elastic.admit() == [] and elastic.leaving() == [], "the third device is not there"
@@ -86,7 +82,7 @@ def test_a_lost_replica_leaves_at_once_and_joins_again(make: Callable[..., Any])
     assert numbers(group) == [0, 1] and lines == ["rollout replica 0 has joined; 2 replicas of 3"]
 
 
-def test_too_few_replicas_wait_for_others(make: Callable[..., Any]) -> None:
+def test_too_few_replicas_wait_for_others(make):
     group, elastic, lines = make(least=2)
     elastic.lose([1])  # returns when its successor has joined
     assert numbers(group) == [0, 1] and len(lines) == 1
@@ -96,15 +92,13 @@ def test_too_few_replicas_wait_for_others(make: Callable[..., Any]) -> None:
         elastic.lose([0])
 
 
-def test_a_replica_that_cannot_start_is_reported_and_given_up(
-    make: Callable[..., Any], tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_replica_that_cannot_start_is_reported_and_given_up(make, tmp_path, caplog):
     group, elastic, _ = make(least=1)
     assert numbers(group) == [0, 1]
     (tmp_path / "broken").touch()
     elastic.lose([1])
 
-    def failures() -> int:
+    def failures():
         assert elastic.admit() == []
         return caplog.text.count("rollout replica 1 cannot join")
 
@@ -114,9 +108,7 @@ def test_a_replica_that_cannot_start_is_reported_and_given_up(
     assert elastic.admit() == [] and numbers(group) == [0], "the group goes on, and no start is in progress"
 
 
-def test_the_number_of_replicas_follows_the_file(
-    make: Callable[..., Any], pool: PlacedPool, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_the_number_of_replicas_follows_the_file(make, pool, tmp_path, caplog):
     """A run with fewer replicas than it could have reserves devices for those only."""
     group, elastic, lines = make(least=1)
     assert numbers(group) == [0, 1]

@@ -1,11 +1,9 @@
 """The decision whether the trainer's devices generate, against hand calculations."""
 
-from __future__ import annotations
-
 from megarl.samples.hybrid_replicas import HybridReplicas
 
 
-def test_hybrid_replicas_are_used_if_they_save_more_than_a_switch_takes() -> None:
+def test_hybrid_replicas_are_used_if_they_save_more_than_a_switch_takes():
     """One hybrid replica besides three others."""
     hybrid = HybridReplicas([3], others=3)
     assert not hybrid.decide(0.0) and hybrid.in_use, "the cost of a switch is not known yet"
@@ -19,7 +17,7 @@ def test_hybrid_replicas_are_used_if_they_save_more_than_a_switch_takes() -> Non
     assert hybrid.decide(16.0) and hybrid.in_use
 
 
-def test_old_costs_are_forgotten() -> None:
+def test_old_costs_are_forgotten():
     hybrid = HybridReplicas([1], others=1)
     hybrid.note_switch(100.0)
     assert hybrid.decide(10.0) and not hybrid.in_use

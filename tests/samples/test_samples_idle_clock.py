@@ -1,13 +1,11 @@
 """Idle ratios of trainer and engines, by a clock that the test moves."""
 
-from __future__ import annotations
-
 import pytest
 
 from megarl.samples.idle_clock import IdleClock
 
 
-def test_idle_ratios_of_two_sync_intervals() -> None:
+def test_idle_ratios_of_two_sync_intervals():
     """10 s with waits of 1 s and 1.5 s, then 4 s without a wait; the engines work 90 %, then not at all."""
     now = 100.0
     clock = IdleClock(lambda: now)

@@ -19,15 +19,13 @@ from megarl.samples.ledger import AdmissionRule, GroupLedger
 TENTHS = st.integers(0, 40).map(lambda tenths: tenths / 10)
 
 
-def ledger(batch: int, staleness: float, samples: int = 1, steps: int | None = None) -> GroupLedger:
+def ledger(batch, staleness, samples=1, steps=None):
     total = None if steps is None else steps * batch
     return GroupLedger(AdmissionRule(batch, staleness, total), samples)
 
 
 @given(st.integers(1, 50), TENTHS, st.integers(0, 9), st.integers(0, 200), st.integers(0, 200))
-def test_capacity_is_the_formula_in_exact_arithmetic(
-    batch: int, staleness: float, version: int, accepted: int, running: int
-) -> None:
+def test_capacity_is_the_formula_in_exact_arithmetic(batch, staleness, version, accepted, running):
     exact = (Fraction(str(staleness)) + version + 1) * batch - (accepted + running)
     assert AdmissionRule(batch, staleness).capacity(version, accepted, running) == max(0, math.floor(exact))
 
@@ -43,8 +41,8 @@ def test_capacity_is_the_formula_in_exact_arithmetic(
     st.sampled_from([0.0, 0.5]),
 )
 def test_each_prompt_is_trained_or_dropped_once_and_within_the_bound_over_kills_at_any_moment(
-    draw: random.Random, size: int, parts: int, staleness: float, samples: int, kills: bool, dropped_share: float
-) -> None:
+    draw, size, parts, staleness, samples, kills, dropped_share
+):
     """Samples end in random order, some very late. A kill loses everything since the last checkpoint.
 
     Groups are dropped when they end (dynamic sampling). With staleness 0 a batch is a function of the numbers.
@@ -90,13 +88,13 @@ def test_each_prompt_is_trained_or_dropped_once_and_within_the_bound_over_kills_
 
 
 @given(st.randoms(use_true_random=False), st.integers(1, 4), st.integers(1, 5))
-def test_surplus_groups_change_no_batch(draw: random.Random, batch: int, surplus: int) -> None:
+def test_surplus_groups_change_no_batch(draw, batch, surplus):
     """Groups that were admitted beyond a batch start again in the next version, dropped ones too.
 
     The batches are a function of the weights, which decide whether a group is dropped, and not of the time.
     """
 
-    def keeps(number: int, version: int) -> bool:
+    def keeps(number, version):
         return random.Random(f"{number} {version}").random() >= 0.5
 
     book, trained, expected = GroupLedger(AdmissionRule(batch, surplus=surplus), 1), list[int](), list[int]()
@@ -125,7 +123,7 @@ def test_surplus_groups_change_no_batch(draw: random.Random, batch: int, surplus
 
 
 @given(st.integers(1, 5), st.integers(1, 4))
-def test_without_staleness_every_batch_has_the_prompts_of_its_step(batch: int, samples: int) -> None:
+def test_without_staleness_every_batch_has_the_prompts_of_its_step(batch, samples):
     book = ledger(batch, 0, samples)
     for step in range(3):
         book.sync()
@@ -139,7 +137,7 @@ def test_without_staleness_every_batch_has_the_prompts_of_its_step(batch: int, s
         book.train(numbers)
 
 
-def test_a_batch_waits_for_the_group_that_would_exceed_the_bound() -> None:
+def test_a_batch_waits_for_the_group_that_would_exceed_the_bound():
     """Batch 2, bound 1: group 0 never ends before version 1 is over, whatever else is finished."""
     book = ledger(2, 1)
     assert book.admit(4) == [0, 1, 2, 3] and book.capacity == 0
@@ -160,7 +158,7 @@ def test_a_batch_waits_for_the_group_that_would_exceed_the_bound() -> None:
         book.train([9])
 
 
-def test_the_ledger_refuses_what_would_break_its_promises() -> None:
+def test_the_ledger_refuses_what_would_break_its_promises():
     book = ledger(2, 0)
     with pytest.raises(ValueError, match="3 prompts exceed the capacity of 2"):
         book.admit(3)

@@ -2,8 +2,6 @@
 
 import sys
 from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from support.expected_errors import raises
@@ -25,19 +23,19 @@ def many(data_sources, solution_strs, ground_truths, extra_infos):
 
 
 @pytest.fixture
-def own(tmp_path: Path) -> str:
+def own(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(OWN, encoding="utf-8")
     return str(file)
 
 
-def functions_for(config: TrainConfig, data_source: str) -> dict[str, tuple[str, float]]:
+def functions_for(config, data_source):
     """By label: the function's name and its weight."""
     plan = reward_plan(config)
     return {term.label: (plan.functions[term.function(data_source)].spec, term.weight) for term in plan.terms}
 
 
-def score(config: TrainConfig, text: str, truth: Any = "1", data_source: str = "s") -> float:
+def score(config, text, truth="1", data_source="s"):
     """What the named functions give to one answer, called here."""
     plan, total = reward_plan(config), 0.0
     for term in plan.terms:
@@ -49,7 +47,7 @@ def score(config: TrainConfig, text: str, truth: Any = "1", data_source: str = "
     return total
 
 
-def test_one_function_by_name_and_by_file(train_config: Build, own: str) -> None:
+def test_one_function_by_name_and_by_file(train_config, own):
     assert functions_for(train_config({"reward.name": "gsm8k"}), "any") == {"gsm8k": ("gsm8k", 1.0)}
     custom = {"reward.custom_reward_function.path": own, "reward.custom_reward_function.name": "mine"}
     assert functions_for(train_config(custom), "any") == {"custom": (f"{own}:mine", 1.0)}
@@ -67,18 +65,18 @@ def test_one_function_by_name_and_by_file(train_config: Build, own: str) -> None
         *(("numina_olympiads", "math"), ("school/sums", "arithmetic"), ("openai/other", "math")),
     ],
 )
-def test_user_functions_by_data_source_come_first(train_config: Build, data_source: str, function: str) -> None:
+def test_user_functions_by_data_source_come_first(train_config, data_source, function):
     own = {"reward.name": "auto", "reward.data_sources": {"school/*": "arithmetic", "openai/o*": "math"}}
     assert functions_for(train_config(own), data_source) == {"auto": (function, 1.0)}
 
 
-def test_an_unknown_data_source_is_named(train_config: Build) -> None:
+def test_an_unknown_data_source_is_named(train_config):
     named = ("data_source='mine/x'", "openai/gsm8k", "reward.data_sources")
     with raises("reward.unknown-data-source", *named):
         functions_for(train_config({"reward.name": "auto"}), "mine/x")
 
 
-def test_several_functions_by_weight(train_config: Build, own: str) -> None:
+def test_several_functions_by_weight(train_config, own):
     changes = {
         "reward.custom_reward_function.path": own,
         "reward.custom_reward_function.name": "mine",
@@ -97,7 +95,7 @@ def test_several_functions_by_weight(train_config: Build, own: str) -> None:
 JUDGE = {"reward.name": "judge", "reward.judge.base_url": "http://h/v1", "reward.judge.model": "m"}
 
 
-def test_a_judge_reads_its_template_from_a_file(train_config: Build, tmp_path: Path) -> None:
+def test_a_judge_reads_its_template_from_a_file(train_config, tmp_path):
     file = tmp_path / "template.txt"
     file.write_text("Grade {response}", encoding="utf-8")
     (spec,) = reward_plan(train_config({**JUDGE, "reward.judge.template_path": str(file)})).functions
@@ -133,18 +131,18 @@ def test_a_judge_reads_its_template_from_a_file(train_config: Build, tmp_path: P
         ({"reward.functions": {"a.score": 1, "b.score": 1}}, "reward.duplicate-function", "'score'"),
     ],
 )
-def test_invalid_functions_are_errors(train_config: Build, changes: dict[str, Any], code: str, named: str) -> None:
+def test_invalid_functions_are_errors(train_config, changes, code, named):
     with raises(code, named):
         check_rewards(train_config(changes))
 
 
-def test_missing_library_of_a_function_is_an_error(train_config: Build, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_library_of_a_function_is_an_error(train_config, monkeypatch):
     monkeypatch.setitem(sys.modules, "math_verify", None)
     with raises("packages.not-installed", "reward function 'math'", "'math_verify'", "-e '.[math]'"):
         check_rewards(train_config({"reward.name": "math"}))
 
 
-def test_the_verl_batch_manager_needs_a_batch_function(train_config: Build, own: str) -> None:
+def test_the_verl_batch_manager_needs_a_batch_function(train_config, own):
     batch = {"reward.reward_manager.name": "batch", "reward.custom_reward_function.path": own}
     check_rewards(train_config({**batch, "reward.custom_reward_function.name": "many"}))
     wrong = train_config({**batch, "reward.reward_manager.name": "dapo", "reward.custom_reward_function.name": "many"})
@@ -178,13 +176,13 @@ def test_the_verl_batch_manager_needs_a_batch_function(train_config: Build, own:
         ({"reward.reward_manager.name": "remote"}, "reward.reward_manager.name", "config.value-out-of-limits"),
     ],
 )
-def test_contradicting_keys_are_errors(train_config: Build, changes: dict[str, Any], path: str, code: str) -> None:
+def test_contradicting_keys_are_errors(train_config, changes, path, code):
     with pytest.raises(InvalidConfigError) as caught:
         train_config(changes)
     assert (path, code) in {(problem.path, problem.code) for problem in caught.value.problems}
 
 
-def test_validation_has_its_own_reward_function(train_config: Build, own: str) -> None:
+def test_validation_has_its_own_reward_function(train_config, own):
     training = {"reward.functions": {"gsm8k": 1.0, "format": 0.2}, "reward.reward_kwargs.max_resp_len": 9}
     assert val_reward_config(train_config(training)) is None
     keys = {

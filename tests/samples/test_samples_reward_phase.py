@@ -1,20 +1,15 @@
 """Combination of function and reward-model scores, and the sequences of the reward model."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pytest
 import torch
 from support.expected_errors import raises
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoTokenizer
 
 from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.manager import NullReward
-from megarl.samples.reward_phase import BatchScorer, ModelScores, RewardPhase, SequenceReader
+from megarl.samples.reward_phase import ModelScores, RewardPhase, SequenceReader
 from megarl.trainer.records.sample_records import describe_samples
 
 ANSWERS = ["12", "7", "oops", ""]
@@ -25,20 +20,20 @@ RM_SCORES = torch.tensor([0.5, -2.0, 4.0, 1.0])
 class Fixed:
     """A reward model with fixed scores."""
 
-    def __init__(self, scores: torch.Tensor) -> None:
+    def __init__(self, scores):
         self.result = ModelScores(scores, truncated=1)
 
-    def score(self, batch: DataProto) -> ModelScores:
+    def score(self, batch):
         return self.result
 
 
 @pytest.fixture(scope="module")
-def tokenizer(arithmetic: Path) -> PreTrainedTokenizerBase:
+def tokenizer(arithmetic):
     return AutoTokenizer.from_pretrained(arithmetic / "model")
 
 
 @pytest.fixture
-def batch(tokenizer: PreTrainedTokenizerBase) -> DataProto:
+def batch(tokenizer):
     messages = [[{"role": "user", "content": f"What is {n} + 4?"}] for n in range(4)]
     prompts = [list(tokenizer.apply_chat_template(m, add_generation_prompt=True)["input_ids"]) for m in messages]
     answers = [tokenizer(text)["input_ids"] for text in ANSWERS]
@@ -49,16 +44,16 @@ def batch(tokenizer: PreTrainedTokenizerBase) -> DataProto:
     return DataProto.from_dict(tensors, {**facts, "raw_prompt": messages})
 
 
-def compare(data_source: str, solution_str: str, ground_truth: str, extra_info: Any) -> float:
+def compare(data_source, solution_str, ground_truth, extra_info):
     return 2.0 * (int(solution_str) == int(ground_truth))
 
 
-def phase(functions: BatchScorer, tokenizer: PreTrainedTokenizerBase, scores: torch.Tensor, **keys: Any) -> RewardPhase:
+def phase(functions, tokenizer, scores, **keys):
     section = RewardConfig(**{"on_error": "mask", "model": ScoringModelConfig(enable=True), **keys})
     return RewardPhase(functions, tokenizer, section, Fixed(scores))
 
 
-def test_the_score_is_the_weighted_sum_at_the_last_token(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
+def test_the_score_is_the_weighted_sum_at_the_last_token(tokenizer, batch):
     functions = RewardManager(in_driver(compare), tokenizer, FailurePolicy("mask"))
     scored = phase(functions, tokenizer, RM_SCORES, function_weight=3.0, model=ScoringModelConfig(weight=0.5)).score(
         batch
@@ -76,14 +71,14 @@ def test_the_score_is_the_weighted_sum_at_the_last_token(tokenizer: PreTrainedTo
     assert [sample["function_score"] for sample in samples] == [2.0, 0.0, None, None]
 
 
-def test_null_reward_leaves_the_model_score(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
+def test_null_reward_leaves_the_model_score(tokenizer, batch):
     scored = phase(NullReward(), tokenizer, RM_SCORES, function_weight=0.0).score(batch)
     assert scored.batch.tensors["token_level_scores"].sum(-1).tolist() == [0.5, -2.0, 4.0, 0.0]
     assert scored.extra_columns["reward_failed"].tolist() == [False, False, False, True]  # no token to carry a score
     assert "reward/function_score/mean" not in scored.metrics
 
 
-def test_a_non_finite_score_is_masked_or_raises(tokenizer: PreTrainedTokenizerBase, batch: DataProto) -> None:
+def test_a_non_finite_score_is_masked_or_raises(tokenizer, batch):
     scores = torch.tensor([0.5, torch.nan, 4.0, torch.inf])
     scored = phase(NullReward(), tokenizer, scores, function_weight=0.0).score(batch)
     assert scored.batch.tensors["token_level_scores"].sum(-1).tolist() == [0.5, 0.0, 4.0, 0.0]
@@ -92,14 +87,12 @@ def test_a_non_finite_score_is_masked_or_raises(tokenizer: PreTrainedTokenizerBa
         phase(NullReward(), tokenizer, scores, function_weight=0.0, on_error="raise").score(batch)
 
 
-def section(model: Path, length: int = 64, input_tokenizer: Path | None = None) -> ScoringModelConfig:
+def section(model, length=64, input_tokenizer=None):
     decoder = str(input_tokenizer) if input_tokenizer else None
     return ScoringModelConfig(enable=True, path=str(model), input_tokenizer=decoder, max_length=length)
 
 
-def test_the_same_tokenizer_reads_token_ids_directly(
-    tokenizer: PreTrainedTokenizerBase, batch: DataProto, arithmetic: Path
-) -> None:
+def test_the_same_tokenizer_reads_token_ids_directly(tokenizer, batch, arithmetic):
     sequences, cut = SequenceReader(section(arithmetic / "model"), tokenizer).read(batch)
     assert cut == 0 and all(torch.equal(sequences.tensors[name], batch.tensors[name]) for name in sequences.tensors)
     shortened, cut = SequenceReader(section(arithmetic / "model", 5), tokenizer).read(batch)
@@ -110,9 +103,7 @@ def test_the_same_tokenizer_reads_token_ids_directly(
     assert kept.tolist() == [row[-5:] for row in real]
 
 
-def test_another_tokenizer_reads_the_conversation_in_its_template(
-    tokenizer: PreTrainedTokenizerBase, batch: DataProto, arithmetic: Path, tmp_path: Path
-) -> None:
+def test_another_tokenizer_reads_the_conversation_in_its_template(tokenizer, batch, arithmetic, tmp_path):
     other = AutoTokenizer.from_pretrained(arithmetic / "model")
     other.add_tokens(["<judge>"])
     other.chat_template = "{% for m in messages %}{{ m['role'] + ': ' + m['content'] + '\\n' }}{% endfor %}<judge>"
@@ -132,12 +123,12 @@ def test_another_tokenizer_reads_the_conversation_in_its_template(
 
 
 def test_megabytes_of_a_prompt_are_cut_before_the_reward_model_reads_them(
-    tokenizer: PreTrainedTokenizerBase,
-    batch: DataProto,
-    arithmetic: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    tokenizer,
+    batch,
+    arithmetic,
+    tmp_path,
+    monkeypatch,
+):
     """A policy's prompt can be truncated; ``raw_prompt`` is not."""
     other = AutoTokenizer.from_pretrained(arithmetic / "model")
     other.add_tokens(["<judge>"])
@@ -149,7 +140,7 @@ def test_megabytes_of_a_prompt_are_cut_before_the_reward_model_reads_them(
     expected = other(f"{text} {ANSWERS[0]} <judge>", add_special_tokens=False)["input_ids"][-12:]
     encode = kind.__call__
 
-    def counting(self: Any, text: Any, *args: Any, **kwargs: Any) -> Any:
+    def counting(self, text, *args, **kwargs):
         lengths.extend([len(text)] if isinstance(text, str) else map(len, text))
         return encode(self, text, *args, **kwargs)
 
@@ -159,9 +150,7 @@ def test_megabytes_of_a_prompt_are_cut_before_the_reward_model_reads_them(
     assert cut >= 1 and max(lengths) < 20_000
 
 
-def test_a_response_cannot_write_control_tokens_of_the_reward_model(
-    tokenizer: PreTrainedTokenizerBase, batch: DataProto, arithmetic: Path, tmp_path: Path
-) -> None:
+def test_a_response_cannot_write_control_tokens_of_the_reward_model(tokenizer, batch, arithmetic, tmp_path):
     other = AutoTokenizer.from_pretrained(arithmetic / "model")
     other.add_tokens(["12"], special_tokens=True)
     other.chat_template = "{% for m in messages %}{{ m['content'] }}12{% endfor %}"

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -15,8 +14,6 @@ from support.expected_errors import raises
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
 from megarl.base.seeds import derive_seed
-from megarl.config import TrainConfig
-from megarl.data import DataProto
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.outcome import OUTCOME
@@ -35,7 +32,7 @@ FUNCTIONS = Path(__file__).with_name("phase_rewards.py")
 
 
 @pytest.fixture(scope="module")
-def worker(arithmetic: Path) -> RolloutWorker:
+def worker(arithmetic):
     from megarl.config import RolloutConfig
 
     settings = RolloutSettings(str(arithmetic / "model"), "cpu", RolloutConfig(dtype="float32"))
@@ -46,12 +43,10 @@ def worker(arithmetic: Path) -> RolloutWorker:
 
 
 @pytest.fixture
-def phase(
-    worker: RolloutWorker, train_config: Callable[..., TrainConfig], arithmetic: Path
-) -> Iterator[Callable[..., Rollouts]]:
+def phase(worker, train_config, arithmetic):
     runners: list[AgentRunner] = []
 
-    def make(changes: dict[str, Any] | None = None, rewards: dict[str, Any] | None = None) -> Rollouts:
+    def make(changes=None, rewards=None):
         """Build the phase; with the keys of ``rewards`` its samples are scored as they end."""
         changes = {f"actor_rollout_ref.rollout.{name}": value for name, value in (changes or {}).items()}
         config = train_config({**changes, **(rewards or {}), "data.max_response_length": 6})
@@ -66,13 +61,13 @@ def phase(
 
 
 @pytest.fixture
-def prompts(train_config: Callable[..., TrainConfig], arithmetic: Path) -> DataProto:
+def prompts(train_config, arithmetic):
     config = train_config()
     loader = prompt_loader(config, load_tokenizer(str(arithmetic / "model")))
     return next(iter(loader))
 
 
-def generate(rollouts: Rollouts, prompts: DataProto, step: int, metrics: dict[str, float] | None = None) -> DataProto:
+def generate(rollouts, prompts, step, metrics=None):
     """The samples of a step of synchronous training."""
     groups = rollouts.training_groups(prompts, range(8 * (step - 1), 8 * (step - 1) + len(prompts)))
     names = [name for group in groups for name in group.ids]
@@ -85,11 +80,11 @@ def generate(rollouts: Rollouts, prompts: DataProto, step: int, metrics: dict[st
     return batch
 
 
-def responses(batch: DataProto) -> list[list[int]]:
+def responses(batch):
     return batch.tensors["responses"].tolist()
 
 
-def test_samples_keep_the_columns_of_their_prompt(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
+def test_samples_keep_the_columns_of_their_prompt(phase, prompts):
     batch = generate(phase({"n": 3}), prompts, 2, metrics := {})
     assert metrics["rollout/replicas_lost"] == 0 and 0 < metrics["rollout/replica_utilization/min"] <= 1
     assert len(batch) == 24 and batch.tensors["responses"].shape[1] <= 6
@@ -102,15 +97,13 @@ def test_samples_keep_the_columns_of_their_prompt(phase: Callable[..., Rollouts]
     assert "sample_seed" not in batch.tensors
 
 
-def test_a_step_is_reproducible_and_steps_differ(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
+def test_a_step_is_reproducible_and_steps_differ(phase, prompts):
     first, second = (generate(phase(), prompts, step) for step in (1, 2))
     assert responses(first) == responses(generate(phase(), prompts, 1)) != responses(second)
     assert responses(first) != responses(generate(phase({"seed": 9}), prompts, 1))
 
 
-def test_seeds_are_those_of_one_generator_wherever_they_begin(
-    phase: Callable[..., Rollouts], prompts: DataProto
-) -> None:
+def test_seeds_are_those_of_one_generator_wherever_they_begin(phase, prompts):
     """A place far beyond memory is found without drawing the numbers before it."""
     rollout = phase({"seed": 9})
     drawn = np.random.default_rng([9, 0, 4]).integers(0, 2**62, 100).tolist()
@@ -124,12 +117,12 @@ def test_seeds_are_those_of_one_generator_wherever_they_begin(
     assert len({seed for group in seeds for seed in group}) == 8 * len(seeds[0])
 
 
-def test_equal_prompts_of_a_batch_get_independent_samples(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
+def test_equal_prompts_of_a_batch_get_independent_samples(phase, prompts):
     same = prompts[[0] * 8]
     assert len({tuple(ids) for ids in responses(generate(phase(), same, 1))}) > 1
 
 
-def test_validation_uses_its_sampling_parameters(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
+def test_validation_uses_its_sampling_parameters(phase, prompts):
     greedy = phase()
     assert responses(greedy.validate(prompts, 1)) == responses(greedy.validate(prompts, 2))
     assert not greedy.validate(prompts, 1).meta_info.get("actor_mini_batch_rows")
@@ -142,12 +135,10 @@ def test_validation_uses_its_sampling_parameters(phase: Callable[..., Rollouts],
     assert not set(batch.non_tensor_batch["uid"]) & set(other.non_tensor_batch["uid"])
 
 
-def test_validation_is_the_mean_score_of_all_held_out_prompts(
-    phase: Callable[..., Rollouts], train_config: Callable[..., TrainConfig], arithmetic: Path
-) -> None:
+def test_validation_is_the_mean_score_of_all_held_out_prompts(phase, train_config, arithmetic):
     tokenizer = load_tokenizer(str(arithmetic / "model"))
 
-    def reward(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+    def reward(data_source, solution_str, ground_truth, extra_info):
         if ground_truth == failing:
             raise ValueError("no idea")
         return float(len(solution_str))
@@ -158,7 +149,7 @@ def test_validation_is_the_mean_score_of_all_held_out_prompts(
     truths = [model["ground_truth"] for model in rows.non_tensor_batch["reward_model"]]
     failing = truths[3]
 
-    def run(size: int | None) -> tuple[dict[str, float], list[dict[str, Any]]]:
+    def run(size):
         loader = validation_loader(train_config({"data.val_batch_size": size}), tokenizer)
         functions = RewardManager(in_driver(reward), tokenizer, FailurePolicy("mask"))
         rewards = RewardPhase(functions, tokenizer, train_config().reward)
@@ -186,9 +177,7 @@ def test_validation_is_the_mean_score_of_all_held_out_prompts(
     assert torch.is_tensor(rows.tensors["prompts"])
 
 
-def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
-    phase: Callable[..., Rollouts], train_config: Callable[..., TrainConfig], arithmetic: Path, prompts: DataProto
-) -> None:
+def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(phase, train_config, arithmetic, prompts):
     """Two functions; one reads the prompt's facts, one fails for some responses."""
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     functions = {f"{FUNCTIONS}:length_and_index": 1.0, f"{FUNCTIONS}:odd_length": 0.5}
@@ -212,7 +201,7 @@ def test_scores_are_the_same_if_samples_are_scored_while_others_are_generated(
         assert early.extra_columns[name].tolist() == column.tolist(), name
 
 
-def test_validation_samples_have_the_validation_reward(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
+def test_validation_samples_have_the_validation_reward(phase, prompts):
     keys = {
         "reward.functions": {f"{FUNCTIONS}:odd_length": 1.0},
         "reward.validation_function.path": str(FUNCTIONS),
@@ -226,13 +215,13 @@ def test_validation_samples_have_the_validation_reward(phase: Callable[..., Roll
 
 
 def test_retries_of_early_scores_are_counted(
-    phase: Callable[..., Rollouts],
-    train_config: Callable[..., TrainConfig],
-    arithmetic: Path,
-    prompts: DataProto,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    phase,
+    train_config,
+    arithmetic,
+    prompts,
+    tmp_path,
+    monkeypatch,
+):
     """The process of the first call dies, and another one repeats the call."""
     monkeypatch.setenv(CALLS, str(tmp_path))
     keys = {"reward.functions": {f"{FUNCTIONS}:dies_once": 1.0}, "reward.num_workers": 1}
@@ -243,7 +232,7 @@ def test_retries_of_early_scores_are_counted(
     assert (metrics["reward/failed"], metrics["reward/processes_replaced"]) == (0, 1) and metrics["reward/retries"] >= 1
 
 
-def test_generation_fails_if_reward_processes_do_not_start(phase: Callable[..., Rollouts], prompts: DataProto) -> None:
+def test_generation_fails_if_reward_processes_do_not_start(phase, prompts):
     keys = {"reward.functions": {f"{FUNCTIONS}:length_and_index": 1.0}, "reward.num_workers": 1}
     broken = phase({"n": 1}, keys)
     (scorer,) = set(broken.runners._scorers.values())
@@ -260,9 +249,7 @@ def test_generation_fails_if_reward_processes_do_not_start(phase: Callable[..., 
         {"reward.functions": {f"{FUNCTIONS}:whole_batch": 1.0}},
     ],
 )
-def test_the_reward_phase_scores_if_the_runners_cannot(
-    train_config: Callable[..., TrainConfig], arithmetic: Path, changes: dict[str, Any]
-) -> None:
+def test_the_reward_phase_scores_if_the_runners_cannot(train_config, arithmetic, changes):
     config = train_config(changes)
     assert runner_scorers(config) == {}
     assert function_manager(config, load_tokenizer(str(arithmetic / "model"))).starts_processes

@@ -2,19 +2,15 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
 import pytest
 import torch
 from support.expected_errors import raises
 
 from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Total
-from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.rewards.manager import Scored
-from megarl.samples.selection import GroupSelection, ScoredGroups, join, keep_best, split_baselines
+from megarl.samples.selection import GroupSelection, join, keep_best, split_baselines
 
 GROUPS = {"actor_rollout_ref.rollout.n": 2, "algorithm.adv_estimator": "grpo", "data.train_batch_size": 4}
 GROUPS["actor_rollout_ref.actor.ppo_mini_batch_size"] = 4
@@ -22,7 +18,7 @@ FILTER = GROUPS | {"algorithm.filter_groups.enable": True}
 SOME = {"data.val_files": [], "trainer.test_freq": -1}
 
 
-def samples(groups: dict[str, list[float | None]], **columns: list[Any]) -> DataProto:
+def samples(groups, **columns):
     """Scored samples of three tokens each; None = the reward failed."""
     scores = [score for group in groups.values() for score in group]
     table = torch.zeros(len(scores), 3)
@@ -40,21 +36,21 @@ def samples(groups: dict[str, list[float | None]], **columns: list[Any]) -> Data
     return DataProto.from_dict(tensors, {"uid": uids, **columns})
 
 
-def uids(batch: DataProto) -> list[str]:
+def uids(batch):
     return batch.non_tensor_batch["uid"].tolist()
 
 
-def scored(selection: GroupSelection, first: int, batch: DataProto, metrics: dict[str, float]) -> ScoredGroups:
+def scored(selection, first, batch, metrics):
     numbers = range(first, first + len(batch) // 2)
     return selection.groups(numbers, Scored(batch, metrics, {}), {})
 
 
 @pytest.fixture
-def select(train_config: Callable[..., TrainConfig]) -> Callable[..., GroupSelection]:
+def select(train_config):
     return lambda **changes: GroupSelection(train_config(FILTER | SOME | changes))
 
 
-def test_without_filter_a_batch_keeps_its_rows(train_config: Callable[..., TrainConfig]) -> None:
+def test_without_filter_a_batch_keeps_its_rows(train_config):
     selection = GroupSelection(train_config(GROUPS | SOME))
     batch = samples({name: [1.0, 1.0] for name in "abcd"})
     groups = scored(selection, 4, batch, {"reward/failed": 0.0})
@@ -63,7 +59,7 @@ def test_without_filter_a_batch_keeps_its_rows(train_config: Callable[..., Train
     assert uids(selected) == uids(batch) and metrics == {"reward/failed": 0.0}
 
 
-def test_zero_variance_groups_are_dropped(select: Callable[..., GroupSelection]) -> None:
+def test_zero_variance_groups_are_dropped(select):
     selection = select()
     # Two of four groups have varied scores; a group with a single score does not.
     first = samples({"a": [1, 0], "b": [1, 1], "c": [None, 1.0], "d": [0, 1]})
@@ -84,7 +80,7 @@ def test_zero_variance_groups_are_dropped(select: Callable[..., GroupSelection])
     assert batch.meta_info["generated_tokens"] == 16 * 3
 
 
-def test_dropped_groups_fill_a_batch_or_stop_the_run(select: Callable[..., GroupSelection]) -> None:
+def test_dropped_groups_fill_a_batch_or_stop_the_run(select):
     limits = {"algorithm.filter_groups.max_num_gen_batches": 2}
     selection = select(**limits)
     assert selection.max_dropped == 4 and select().max_dropped == float("inf")
@@ -100,7 +96,7 @@ def test_dropped_groups_fill_a_batch_or_stop_the_run(select: Callable[..., Group
     assert metrics["filter_groups/filled"] == 3 and metrics["filter_groups/efficiency"] == 0.2
 
 
-def test_groups_are_filtered_by_a_number_of_the_reward_function(select: Callable[..., GroupSelection]) -> None:
+def test_groups_are_filtered_by_a_number_of_the_reward_function(select):
     selection = select(**{"algorithm.filter_groups.metric": "acc"})
     groups = {"a": [1.0, 0.5], "b": [1.0, 1.0]}
     assert scored(selection, 0, samples(groups, reward_extra_acc=[True, True, 0.0, 1.0]), {}).varied == {1}
@@ -110,7 +106,7 @@ def test_groups_are_filtered_by_a_number_of_the_reward_function(select: Callable
         scored(selection, 0, samples(groups, reward_extra_f1=[1, 2, 3, 4]), {})
 
 
-def test_greedy_samples_become_the_baselines_of_their_prompts() -> None:
+def test_greedy_samples_become_the_baselines_of_their_prompts():
     groups = {"a": [1.0, 0.0, 0.25], "b": [0.0, 1.0, None]}
     batch = samples(groups, is_baseline=[False, False, True] * 2)
     rest, metrics = split_baselines(batch)
@@ -120,7 +116,7 @@ def test_greedy_samples_become_the_baselines_of_their_prompts() -> None:
     assert metrics == {"reward_baselines/mean": 0.25, "reward_baselines/failed": 1.0}
 
 
-def test_best_of_n_keeps_the_best_and_masks_bad_samples() -> None:
+def test_best_of_n_keeps_the_best_and_masks_bad_samples():
     metrics: dict[str, float] = {}
     batch = samples({"a": [0.0, 1.0, 0.5], "b": [None, 0.25, 0.0]})
     kept = keep_best(batch, 2, 0.2, metrics)
@@ -129,7 +125,7 @@ def test_best_of_n_keeps_the_best_and_masks_bad_samples() -> None:
     assert metrics == {"best_of_n/all/mean": 0.35, "best_of_n/kept/mean": 0.4375, "best_of_n/masked": 1.0}
 
 
-def test_a_column_missing_in_a_batch_is_none_there() -> None:
+def test_a_column_missing_in_a_batch_is_none_there():
     joined = join([samples({"a": [1.0]}, reward_extra_x=[3]), samples({"b": [0.0]})])
     assert joined.non_tensor_batch["reward_extra_x"].tolist() == [3, None]
 
@@ -151,13 +147,11 @@ def test_a_column_missing_in_a_batch_is_none_there() -> None:
         ),
     ],
 )
-def test_invalid_combinations_are_config_errors(
-    train_config: Callable[..., TrainConfig], changes: dict[str, Any], code: str, path: str
-) -> None:
+def test_invalid_combinations_are_config_errors(train_config, changes, code, path):
     with raises(code, f"{path}="):
         train_config(changes)
 
 
-def test_updates_train_on_the_kept_samples(train_config: Callable[..., TrainConfig]) -> None:
+def test_updates_train_on_the_kept_samples(train_config):
     config = train_config(GROUPS | {"actor_rollout_ref.rollout.n": 8, "algorithm.best_of_n.enable": True})
     assert config.samples_per_prompt == 1

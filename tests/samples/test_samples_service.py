@@ -8,7 +8,6 @@ import dataclasses
 import functools
 import json
 import time
-from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -21,15 +20,13 @@ from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
 from megarl.base.errors import StepImpossible, WeightSyncError
 from megarl.base.signals import sleep, wait_slices
-from megarl.config import RolloutConfig, TrainConfig
-from megarl.data import DataProto
+from megarl.config import RolloutConfig
 from megarl.data.loader import PromptQueue
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.rewards import RewardManager, in_driver
 from megarl.rollout.embedded.generation import ContinuousBatcher
-from megarl.rollout.interface import NO_VERSION, Completion, Request
+from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import NoReplicaLeft
-from megarl.rollout.serving import HeldRequests
 from megarl.samples.replicas import ColocatedReplicas, DisaggregatedReplicas, Replicas
 from megarl.samples.reward_functions import runner_scorers
 from megarl.samples.reward_phase import RewardPhase
@@ -51,40 +48,40 @@ MODES = {"sync": Replicas, "colocated": ColocatedReplicas, "disaggregated": Disa
 class WorkerReplica:
     """A worker as a replica of the router; it serves with the server that a sync interrupts."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model):
         settings = RolloutSettings(model, "cpu", RolloutConfig(dtype="float32", max_num_seqs=4))
         self.worker = RolloutWorker(WorkerPlace(0, 1, "127.0.0.1", 0), settings=settings)
         self.worker.init_model()
 
-    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+    async def accept(self, client, requests, aborted):
         self.worker.accept(client, requests, aborted)
 
-    async def completions(self, client: str, wait_s: float) -> list[Completion]:
+    async def completions(self, client, wait_s):
         return await asyncio.to_thread(self.worker.completions, client, wait_s)
 
 
 class OneEngine:
     """A single replica and its sharding manager: a sync loads the same weights as the next version, maybe elsewhere."""
 
-    def __init__(self, model: str) -> None:
+    def __init__(self, model):
         self.model, self.loses_replica, self.replica = model, False, WorkerReplica(model)
         self.version, self.in_sync = 0, True
         self.group: Any = SimpleNamespace(ranks=[0], world_size=1, role="rollout")
 
     @property
-    def worker(self) -> RolloutWorker:
+    def worker(self):
         return self.replica.worker
 
-    def processes(self) -> dict[int, WorkerReplica]:
+    def processes(self):
         return {0: self.replica}
 
-    def sync_weights(self) -> dict[str, float]:
+    def sync_weights(self):
         self.version += 1
         self.worker.wake(("weights", "kv_cache"))
         self.worker.engine.load_hf(self.model, self.version)
         return {}
 
-    def sync_weights_in_flight(self) -> tuple[dict[str, float], list[HeldRequests]]:
+    def sync_weights_in_flight(self):
         held = self.worker.pause()
         if self.loses_replica:
             self.replica = WorkerReplica(self.model)
@@ -92,39 +89,37 @@ class OneEngine:
         self.worker.resume()
         return metrics, [held]
 
-    def pause_engines(self) -> None:
+    def pause_engines(self):
         self.worker.pause()
         self.worker.sleep(("weights", "kv_cache"))
 
-    def free_engines(self) -> None:
+    def free_engines(self):
         pass
 
 
-def length(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+def length(data_source, solution_str, ground_truth, extra_info):
     return float(len(solution_str))
 
 
 @pytest.fixture(scope="module")
-def engine(arithmetic: Path) -> OneEngine:
+def engine(arithmetic):
     return OneEngine(str(arithmetic / "model"))
 
 
 @pytest.fixture
-def make(
-    engine: OneEngine, train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
-) -> Iterator[Callable[..., Any]]:
+def make(engine, train_config, arithmetic, tmp_path):
     runners: list[AgentRunner] = []
 
     def build(
-        staleness: float | None,
-        interval: int = 1,
-        tokens: int = 6,
-        partial: bool = False,
-        colocated: bool = False,
-        scored: bool = False,
-        reward: Callable[..., float] = length,
-        **changes: Any,
-    ) -> Any:
+        staleness,
+        interval=1,
+        tokens=6,
+        partial=False,
+        colocated=False,
+        scored=False,
+        reward=length,
+        **changes,
+    ):
         """A source of samples; staleness None = synchronous. The trainer's sync comes first, as in a run.
 
         With ``scored`` the runner calls the function ``counted`` in processes, with the scores of ``length``.
@@ -161,14 +156,14 @@ def make(
         runner.shutdown()
 
 
-def steps_of(source: Any, first: int = 1, last: int = STEPS) -> Iterator[tuple[int, DataProto, dict[str, float]]]:
+def steps_of(source, first=1, last=STEPS):
     for step in range(first, last + 1):
         for batch, metrics in source.batches(step, lambda name: contextlib.nullcontext()):
             yield step, batch, metrics
         source.sync_weights()
 
 
-def rows(batch: DataProto) -> list[tuple[str, str, tuple[int, float, str]]]:
+def rows(batch):
     columns = batch.non_tensor_batch
     lengths = batch.tensors["attention_mask"].sum(-1).tolist()
     scores = batch.tensors["token_level_scores"].sum(-1).tolist()
@@ -177,8 +172,8 @@ def rows(batch: DataProto) -> list[tuple[str, str, tuple[int, float, str]]]:
     return list(zip(columns["uid"].tolist(), truths, results, strict=True))
 
 
-def test_staleness_0_gives_the_samples_of_synchronous_training(make: Callable[..., Any], engine: OneEngine) -> None:
-    def run(source: Any) -> list[Any]:
+def test_staleness_0_gives_the_samples_of_synchronous_training(make, engine):
+    def run(source):
         engine.sync_weights()
         return [rows(batch) for _, batch, _ in steps_of(source)]
 
@@ -187,7 +182,7 @@ def test_staleness_0_gives_the_samples_of_synchronous_training(make: Callable[..
     assert [row[0] for row in service[1][::2]] == [f"0-2-{place}" for place in range(8)]
 
 
-def test_mini_batches_stream_within_the_bound(make: Callable[..., Any], engine: OneEngine) -> None:
+def test_mini_batches_stream_within_the_bound(make, engine):
     service = make(1, 4)
     engine.sync_weights()
     seen: list[Any] = []
@@ -204,21 +199,19 @@ def test_mini_batches_stream_within_the_bound(make: Callable[..., Any], engine: 
 FILTER = {"algorithm__filter_groups__enable": True}
 
 
-def digits(data_source: str, solution_str: str, ground_truth: str, extra_info: dict) -> float:
+def digits(data_source, solution_str, ground_truth, extra_info):
     """A score that varies in about half of the groups."""
     return float(sum(map(ord, solution_str)) % 3 == 0)
 
 
-def varied(samples: Sequence[tuple[str, str, tuple[int, float, str]]]) -> set[str]:
+def varied(samples):
     scores: dict[str, set[float]] = {}
     for uid, _, (_, score, _) in samples:
         scores.setdefault(uid, set()).add(score)
     return {uid for uid, values in scores.items() if len(values) > 1}
 
 
-def test_dynamic_sampling_trains_the_first_varied_groups_in_every_mode(
-    make: Callable[..., Any], engine: OneEngine
-) -> None:
+def test_dynamic_sampling_trains_the_first_varied_groups_in_every_mode(make, engine):
     """The batches are those of the sequence of groups without those of equal scores, whatever is admitted when."""
     build = functools.partial(make, reward=digits)
     whole = build(None)  # without a filter
@@ -228,7 +221,7 @@ def test_dynamic_sampling_trains_the_first_varied_groups_in_every_mode(
     expected = [row for row in every if row[0] in varied(every)]
     assert len(every) // 4 < len(expected) < len(every)
 
-    def run(source: Any) -> tuple[list[Any], list[dict[str, float]]]:
+    def run(source):
         engine.sync_weights()
         steps = [(rows(batch), metrics) for _, batch, metrics in steps_of(source)]
         return [batch for batch, _ in steps], [metrics for _, metrics in steps]
@@ -251,9 +244,7 @@ def test_dynamic_sampling_trains_the_first_varied_groups_in_every_mode(
     assert set(trained) <= varied([row for batch in free for row in batch])
 
 
-def test_dynamic_sampling_resumes_from_a_checkpoint(
-    make: Callable[..., Any], engine: OneEngine, tmp_path: Path
-) -> None:
+def test_dynamic_sampling_resumes_from_a_checkpoint(make, engine, tmp_path):
     build = functools.partial(make, None, reward=digits, data__gen_batch_size=12, **FILTER)
     undisturbed = build()
     engine.sync_weights()
@@ -268,7 +259,7 @@ def test_dynamic_sampling_resumes_from_a_checkpoint(
 
 
 @pytest.mark.parametrize("way", ["stop", "fill"])
-def test_shortage_stops_or_fills_the_batch(make: Callable[..., Any], engine: OneEngine, way: str) -> None:
+def test_shortage_stops_or_fills_the_batch(make, engine, way):
     """12 prompts in 3 batches of 4 are allowed for a batch of 8."""
     keys = {"algorithm__filter_groups__max_num_gen_batches": 3, "data__gen_batch_size": 4}
     service = make(None, reward=digits, algorithm__filter_groups__on_shortage=way, **FILTER | keys)
@@ -288,7 +279,7 @@ def test_shortage_stops_or_fills_the_batch(make: Callable[..., Any], engine: One
     assert way == "stop" or seen > 0
 
 
-def test_greedy_baselines_are_samples_of_their_groups(make: Callable[..., Any], engine: OneEngine) -> None:
+def test_greedy_baselines_are_samples_of_their_groups(make, engine):
     remax = {"algorithm__adv_estimator": "remax"}
     results = []
     for keys in ({"staleness": None}, {"staleness": 0}, {"staleness": 0, "partial": True, "colocated": True}):
@@ -302,12 +293,12 @@ def test_greedy_baselines_are_samples_of_their_groups(make: Callable[..., Any], 
 
 
 @pytest.fixture(scope="module")
-def synchronous() -> list[Any]:
+def synchronous():
     """Filled with the samples of synchronous training by the first test that needs them."""
     return []
 
 
-def synchronous_samples(make: Callable[..., Any], engine: OneEngine, known: list[Any]) -> list[Any]:
+def synchronous_samples(make, engine, known):
     if not known:
         source = make(None, tokens=100)
         engine.sync_weights()
@@ -316,9 +307,7 @@ def synchronous_samples(make: Callable[..., Any], engine: OneEngine, known: list
 
 
 @pytest.mark.parametrize(("colocated", "loses_replica"), [(False, False), (False, True), (True, False)])
-def test_a_sync_interrupts_responses_and_loses_none(
-    make: Callable[..., Any], engine: OneEngine, synchronous: list[Any], colocated: bool, loses_replica: bool
-) -> None:
+def test_a_sync_interrupts_responses_and_loses_none(make, engine, synchronous, colocated, loses_replica):
     """The syncs of this test bring equal weights, so every sample is that of synchronous training.
 
     If a sync replaces the replica, its responses begin again; then no sample has two versions. In colocated mode the
@@ -348,7 +337,7 @@ def test_a_sync_interrupts_responses_and_loses_none(
     assert sum(interrupted) > 0 == interrupted[-1] and (mixed == 0) == loses_replica
 
 
-def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: OneEngine, tmp_path: Path) -> None:
+def test_a_checkpoint_has_the_work_in_flight(make, engine, tmp_path):
     """A run that resumes after step 1 trains on the prompts and samples of the undisturbed run."""
     service = make(1)
     engine.sync_weights()
@@ -368,7 +357,7 @@ def test_a_checkpoint_has_the_work_in_flight(make: Callable[..., Any], engine: O
     assert len(trained) == STEPS * 16 and all(trained.count(uid) == 2 for uid in set(trained))
 
 
-def saved(source: Any, folder: Path) -> tuple[Any, Any]:
+def saved(source, folder):
     """The state of a source in a checkpoint, and that of its prompts."""
     with (folder / "arrays").open("wb") as arrays:
         return json.loads(
@@ -376,7 +365,7 @@ def saved(source: Any, folder: Path) -> tuple[Any, Any]:
         ), source.prompts.state_dict()
 
 
-def resume(source: Any, state: tuple[Any, Any], folder: Path, step: int) -> Any:
+def resume(source, state, folder, step):
     """Restore a source after a step, and send the weights as a resumed trainer does."""
     decoded = Decoder(folder / "arrays").decode(state[0])
     source.prompts.load_state_dict(state[1])
@@ -387,9 +376,7 @@ def resume(source: Any, state: tuple[Any, Any], folder: Path, step: int) -> Any:
 
 
 @pytest.mark.parametrize("colocated", [False, True])
-def test_a_partial_rollout_resumes_after_its_stored_tokens(
-    make: Callable[..., Any], engine: OneEngine, synchronous: list[Any], tmp_path: Path, colocated: bool
-) -> None:
+def test_a_partial_rollout_resumes_after_its_stored_tokens(make, engine, synchronous, tmp_path, colocated):
     build = functools.partial(make, 2, tokens=100, partial=True, colocated=colocated)
     stopped = build()
     engine.sync_weights()
@@ -407,18 +394,16 @@ def test_a_partial_rollout_resumes_after_its_stored_tokens(
     )
 
 
-def test_kills_at_any_moment_lose_no_sample_and_favour_no_length(
-    make: Callable[..., Any], engine: OneEngine, synchronous: list[Any], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kills_at_any_moment_lose_no_sample_and_favour_no_length(make, engine, synchronous, tmp_path, monkeypatch):
     """A killed run resumes from its last step. Its samples are those of an undisturbed one, token counts included."""
 
     class Killed(Exception):
         pass
 
-    def killing(end_sample: Callable[..., bool], after: int) -> Callable[..., bool]:
+    def killing(end_sample, after):
         left = iter(range(after))
 
-        def end(*name: int) -> bool:
+        def end(*name):
             if next(left, None) is None:
                 raise Killed
             return end_sample(*name)
@@ -446,17 +431,15 @@ def test_kills_at_any_moment_lose_no_sample_and_favour_no_length(
     assert kills > 5
 
 
-def test_a_run_whose_replicas_are_lost_saves_its_work_in_flight(
-    make: Callable[..., Any], engine: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_whose_replicas_are_lost_saves_its_work_in_flight(make, engine, tmp_path, monkeypatch):
     """Turns of unfinished samples are lost with the replicas, those of an earlier checkpoint are kept."""
 
-    def lost(wait_s: float) -> None:
+    def lost(wait_s):
         raise NoReplicaLeft("the only replica is lost", code="rollout.no-replica-left")
 
     advance, advances = ContinuousBatcher.advance, list[None]()
 
-    def advance_slowly(batcher: ContinuousBatcher) -> Any:
+    def advance_slowly(batcher):
         time.sleep(0.005)  # the responses that are left take seconds
         advances.append(None)
         return advance(batcher)
@@ -487,7 +470,7 @@ def test_a_run_whose_replicas_are_lost_saves_its_work_in_flight(
     assert len(again["groups"]) == 16 + resumed.ledger.capacity and len(again["samples"]) == len(resumed._ended)
 
 
-def test_validation_runs_beside_conversations_in_flight(make: Callable[..., Any], engine: OneEngine) -> None:
+def test_validation_runs_beside_conversations_in_flight(make, engine):
     service = make(1)
     engine.sync_weights()
     service._admit()
@@ -500,15 +483,13 @@ def test_validation_runs_beside_conversations_in_flight(make: Callable[..., Any]
     assert not service.rollouts.is_open
 
 
-def test_samples_are_scored_while_the_trainer_trains(
-    make: Callable[..., Any], engine: OneEngine, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_samples_are_scored_while_the_trainer_trains(make, engine, tmp_path, monkeypatch):
     """Also around a validation, and after a resume, which scores no finished sample again; the scores stay the same."""
     calls = tmp_path / "calls"
     calls.mkdir()
     monkeypatch.setenv(CALLS, str(calls))
 
-    def wait_for_calls(number: int) -> None:
+    def wait_for_calls(number):
         for _ in wait_slices(60.0):
             sleep(0.1)
             if len(list(calls.iterdir())) >= number:
@@ -550,10 +531,8 @@ def test_samples_are_scored_while_the_trainer_trains(
     assert len(list(calls.iterdir())) == 16 * STEPS  # the checkpoint has the scores of the last step
 
 
-def test_an_error_while_the_trainer_trains_is_raised_by_the_next_call(
-    make: Callable[..., Any], engine: OneEngine, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def lose(wait_s: float) -> list[Any]:
+def test_an_error_while_the_trainer_trains_is_raised_by_the_next_call(make, engine, monkeypatch):
+    def lose(wait_s):
         raise ConnectionError("all engines are lost")
 
     service = make(1)
@@ -569,14 +548,14 @@ def test_an_error_while_the_trainer_trains_is_raised_by_the_next_call(
     assert service.state_dict()["ledger"]["trained"] == 8  # raised once
 
 
-def trajectory(versions: list[int], mask: list[int] | None = None, error: str | None = None) -> Trajectory:
+def trajectory(versions, mask=None, error=None):
     mask = mask or [1] * len(versions)
     oldest, mixed = min(versions), len(set(versions)) > 1
     return Trajectory([1], [2] * len(mask), mask, [0.0] * len(mask), "stop", 2, oldest, versions if mixed else (),
                       error=error)  # fmt: skip
 
 
-def test_staleness_counts_from_the_oldest_generated_token() -> None:
+def test_staleness_counts_from_the_oldest_generated_token():
     """Version 5 trains tokens of versions 3, 4, 4 (one of a tool), and 5, 5."""
     batch = [trajectory([3, 4, 4], [1, 0, 1]), trajectory([5, 5]), trajectory([1, 1], error="lost")]
     metrics = staleness_metrics(batch, 5, [2, 0])

@@ -4,10 +4,8 @@ from __future__ import annotations
 
 import gzip
 import json
-from pathlib import Path
 from typing import Any
 
-import pytest
 import torch
 from ray._private.runtime_env.nsight import parse_nsight_config
 from ray.runtime_env import RuntimeEnv
@@ -18,16 +16,16 @@ from megarl.tracing.profilers import TOOLS, ProfiledProcess
 from megarl.trainer.records.tracing import NSIGHT
 
 
-def trace(path: Path) -> list[dict[str, Any]]:
+def trace(path):
     events: list[dict[str, Any]] = json.loads(gzip.decompress(path.read_bytes()))["traceEvents"]
     return events
 
 
-def multiply(size: int) -> None:
+def multiply(size):
     torch.ones(size, size) @ torch.ones(size, size)
 
 
-def test_torch_profiler_writes_a_file_per_step(tmp_path: Path) -> None:
+def test_torch_profiler_writes_a_file_per_step(tmp_path):
     options = ProfileOptions("torch", str(tmp_path / "new"), contents=("cpu", "shapes", "memory"))
     process = ProfiledProcess(options, "actor-0")
     process.record("step2")
@@ -49,7 +47,7 @@ def test_torch_profiler_writes_a_file_per_step(tmp_path: Path) -> None:
         assert any(event.get("name") == "[memory]" for event in events)
 
 
-def test_torch_profiler_writes_a_file_per_verb(tmp_path: Path) -> None:
+def test_torch_profiler_writes_a_file_per_verb(tmp_path):
     process = ProfiledProcess(ProfileOptions("torch", str(tmp_path), discrete=True), "critic-1")
     process.record("step4")
     for verb in ("compute_values", "update_critic", "update_critic"):
@@ -63,7 +61,7 @@ def test_torch_profiler_writes_a_file_per_verb(tmp_path: Path) -> None:
     assert {path.name for path in tmp_path.iterdir()} == {f"critic-1-step4-{name}.json.gz" for name in names}
 
 
-def test_process_without_profiler_writes_nothing(tmp_path: Path) -> None:
+def test_process_without_profiler_writes_nothing(tmp_path):
     process = ProfiledProcess(None, "actor-0")
     process.record("step1")
     process.begin_verb()
@@ -71,9 +69,7 @@ def test_process_without_profiler_writes_nothing(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_profile_that_cannot_be_written_is_reported_and_the_next_one_is_recorded(
-    tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_profile_that_cannot_be_written_is_reported_and_the_next_one_is_recorded(tmp_path, caplog):
     (tmp_path / "profiles").write_text("a file in place of the folder", encoding="utf-8")
     profiled = ProfiledProcess(ProfileOptions("torch", str(tmp_path / "profiles"), contents=("cpu",)), "actor-0")
     profiled.record("step-1")
@@ -86,14 +82,14 @@ def test_profile_that_cannot_be_written_is_reported_and_the_next_one_is_recorded
     assert [path.name for path in (tmp_path / "profiles").iterdir()] == ["actor-0-step-2.json.gz"]
 
 
-def test_profiled_ranks_of_a_role() -> None:
+def test_profiled_ranks_of_a_role():
     options = ProfileOptions("torch", "x")
     tracing = TracingOptions(profiles={"actor": RoleProfile(options, (1,)), "critic": RoleProfile(options)})
     assert tracing.profile("actor", 1) is options and tracing.profile("actor", 0) is None
     assert tracing.profile("critic", 5) is options and tracing.profile("rollout", 0) is None
 
 
-def test_nsys_options_have_rays_form() -> None:
+def test_nsys_options_have_rays_form():
     options = nsight_options(ProfileOptions("nsys", "x", nsight=NSIGHT | {"trace": "cuda"}))
     command = parse_nsight_config(RuntimeEnv(**options["runtime_env"]).nsight())
     assert command[:2] == ["nsys", "profile"]
@@ -101,7 +97,7 @@ def test_nsys_options_have_rays_form() -> None:
     assert nsight_options(ProfileOptions("torch", "x")) == {} == nsight_options(None)
 
 
-def test_cuda_tools_call_existing_torch_functions(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_cuda_tools_call_existing_torch_functions(monkeypatch, tmp_path):
     """By the names and arguments of the installed torch: a call that it does not take fails here, too."""
     calls: list[str] = []
     for module, names in (
@@ -111,7 +107,7 @@ def test_cuda_tools_call_existing_torch_functions(monkeypatch: pytest.MonkeyPatc
         for name in names:
             original = getattr(module, name)
 
-            def note(*args: Any, original: Any = original, name: str = name, **kwargs: Any) -> None:
+            def note(*args, original=original, name=name, **kwargs):
                 import inspect
 
                 inspect.signature(original).bind(*args, **kwargs)

@@ -7,8 +7,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterator
-from pathlib import Path
 
 import pytest
 
@@ -33,11 +31,11 @@ LOCKED = "import re\ndef hang():\n    print('up', flush=True)\n    re.match('(a+
 
 
 @pytest.fixture
-def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
+def start():
     """Start a program that prints ``up``."""
     started: list[subprocess.Popen[str]] = []
 
-    def begin(code: str) -> subprocess.Popen[str]:
+    def begin(code):
         process = subprocess.Popen([sys.executable, "-c", code], stdout=subprocess.PIPE, text=True)
         started.append(process)
         assert process.stdout is not None and process.stdout.readline() == "up\n"
@@ -50,13 +48,13 @@ def start() -> Iterator[Callable[[str], subprocess.Popen[str]]]:
 
 
 @pytest.fixture
-def patient(monkeypatch: pytest.MonkeyPatch) -> None:
+def patient(monkeypatch):
     """Gives processes that can write their stacks the time for it on a loaded machine."""
     monkeypatch.setattr(stacks, "LONGEST_ANSWER_S", 120.0)
 
 
 @pytest.mark.usefixtures("patient")
-def test_running_threads_survive_an_observation(start) -> None:
+def test_running_threads_survive_an_observation(start):
     """A dump without Python's lock ends such a process at the first attempt or soon after it."""
     process = start(SERVES + BUSY + WAIT)
     for _ in range(30):
@@ -66,7 +64,7 @@ def test_running_threads_survive_an_observation(start) -> None:
     assert process.poll() is None
 
 
-def test_process_that_holds_the_gil_is_read_by_signal(start) -> None:
+def test_process_that_holds_the_gil_is_read_by_signal(start):
     process = start(SERVES + LOCKED)
     (report,) = take_reports([process.pid])
     # Its thread wrote them: it does not hold the GIL yet. Or it had no CPU time to write any.
@@ -76,7 +74,7 @@ def test_process_that_holds_the_gil_is_read_by_signal(start) -> None:
     assert [frame.function for frame in report.frames][-2:] == ["hang", "<module>"] and process.poll() is None
 
 
-def test_main_thread_is_found_if_another_thread_takes_the_signal(start) -> None:
+def test_main_thread_is_found_if_another_thread_takes_the_signal(start):
     """``faulthandler`` calls the thread that takes the signal the current one."""
     process = start(SERVES + MASKED + LOCKS_LATER + WAIT)
     (report,) = take_reports([process.pid])
@@ -87,7 +85,7 @@ def test_main_thread_is_found_if_another_thread_takes_the_signal(start) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_stopped_process_is_not_signaled(start) -> None:
+def test_stopped_process_is_not_signaled(start):
     process = start(SERVES + WAIT)
     os.kill(process.pid, signal.SIGSTOP)
     while process_state(process.pid) != "stopped":
@@ -99,7 +97,7 @@ def test_stopped_process_is_not_signaled(start) -> None:
     assert report.frames[0].function == "idle"
 
 
-def test_process_without_served_stacks_is_not_signaled(start) -> None:
+def test_process_without_served_stacks_is_not_signaled(start):
     unaware, gone = start(WAIT), start(WAIT)
     gone.kill()
     gone.wait()
@@ -109,7 +107,7 @@ def test_process_without_served_stacks_is_not_signaled(start) -> None:
 
 
 @pytest.mark.usefixtures("patient")
-def test_several_processes_are_observed_at_once(start) -> None:
+def test_several_processes_are_observed_at_once(start):
     from megarl.tracing.stacks import serve_stacks
 
     serve_stacks()
@@ -120,9 +118,7 @@ def test_several_processes_are_observed_at_once(start) -> None:
     assert [report.frames[0].function for report in reports[1:]] == ["idle", "idle"]
 
 
-def test_a_process_that_does_not_answer_takes_no_time_from_the_others(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_process_that_does_not_answer_takes_no_time_from_the_others(tmp_path, monkeypatch):
     monkeypatch.setattr(stacks, "LONGEST_ANSWER_S", 0.1)
     for name, text in (("silent", ""), ("written", "Thread")):
         (tmp_path / name).write_text(text, encoding="utf-8")

@@ -1,7 +1,5 @@
 """Diagnosis from boards and stacks; tests/trainer/test_trainer_watchdog.py has processes that really hang."""
 
-from __future__ import annotations
-
 from hypothesis import given
 from hypothesis import strategies as st
 
@@ -12,14 +10,14 @@ from megarl.tracing.stall import ObservedProcess, describe_frames, explain_stall
 DP, TP = "data-parallel [0, 1, 2, 3]", "tensor-model-parallel [0, 1]"
 
 
-def seen(rank: int, *spans: str, state: str = "sleeping", counts: dict[str, int] | None = None) -> ObservedProcess:
+def seen(rank, *spans, state="sleeping", counts=None):
     groups = {group: GroupCount(group, count, "all_reduce") for group, count in (counts or {}).items()}
     board = BoardContent([OpenSpan(name, 0) for name in spans], groups)
     frames = (Frame("/usr/lib/python3/threading.py", 9, "wait"), Frame("/my/code.py", 7, "work"))
     return ObservedProcess("actor", rank, "10.0.0.1", ProcessReport(100 + rank, state, board, frames=frames))
 
 
-def test_rank_missing_from_a_collective_is_named_with_its_location() -> None:
+def test_rank_missing_from_a_collective_is_named_with_its_location():
     waiting = [seen(rank, "update_actor", f"all_reduce #7 of {DP}") for rank in (0, 2, 3)]
     lines = explain_stall([waiting[0], seen(1, "update_actor", "backward number=3"), *waiting[1:]])
     assert lines.splitlines() == [
@@ -29,7 +27,7 @@ def test_rank_missing_from_a_collective_is_named_with_its_location() -> None:
     ]
 
 
-def test_chain_of_waits_ends_at_the_culprit() -> None:
+def test_chain_of_waits_ends_at_the_culprit():
     """0 waits for 1 in one group, 1 for 3 in another; 3 is stopped."""
     processes = [
         seen(0, "update_actor", f"all_reduce #4 of {TP}"),
@@ -43,7 +41,7 @@ def test_chain_of_waits_ends_at_the_culprit() -> None:
     assert not any(line.startswith("actor rank 1 is") for line in others)
 
 
-def test_rank_that_passed_the_collective_is_not_blamed() -> None:
+def test_rank_that_passed_the_collective_is_not_blamed():
     """As under NCCL: the call returns at once, and the process hangs when it needs the result."""
     processes = [
         seen(0, "update_actor", f"all_reduce #9 of {TP}", counts={TP: 9}),
@@ -54,7 +52,7 @@ def test_rank_that_passed_the_collective_is_not_blamed() -> None:
     assert explain_stall(behind).startswith("actor rank 1 is in update_actor > optimizer step")
 
 
-def test_different_orders_of_collectives_are_reported() -> None:
+def test_different_orders_of_collectives_are_reported():
     processes = [
         seen(0, "update_actor", "all_reduce #5 of pipeline [0, 1]"),
         seen(1, "update_actor", f"barrier #5 of {TP}"),
@@ -63,7 +61,7 @@ def test_different_orders_of_collectives_are_reported() -> None:
     assert len(lines) == 2 and all("the ranks call collectives in different orders" in line for line in lines)
 
 
-def test_unreachable_node_and_stopped_engine_process() -> None:
+def test_unreachable_node_and_stopped_engine_process():
     child = ProcessReport(7, "stopped", command="sglang::scheduler")
     engine = ProcessReport(6, "sleeping", BoardContent([OpenSpan("exchange", 0)]), children=(child,))
     lost = ObservedProcess("critic", 0, "10.0.0.2", unreachable_process(5))
@@ -72,7 +70,7 @@ def test_unreachable_node_and_stopped_engine_process() -> None:
     assert lines[1] == "rollout rank 1 is in exchange, without a stack; its process 7 is stopped: sglang::scheduler"
 
 
-def test_known_frames_are_described() -> None:
+def test_known_frames_are_described():
     inner = Frame("/usr/lib/python3.11/socket.py", 3, "readinto")
     assert describe_frames([inner, Frame("/usr/lib/python3.11/http/client.py", 1, "begin")]).startswith(
         "waits for an HTTP reply at"
@@ -83,7 +81,7 @@ def test_known_frames_are_described() -> None:
     assert describe_frames(verb) == "at hang (/x/mine.py:7)"
 
 
-def test_frames_are_those_of_the_followed_thread() -> None:
+def test_frames_are_those_of_the_followed_thread():
     dump = (
         'Thread 0x0000000000007f01 [serving] (most recent call first):\n  File "/a/mine.py", line 5 in inner\n'
         '  File "/a/mine.py", line 9 in outer\n\n'
@@ -98,7 +96,7 @@ def test_frames_are_those_of_the_followed_thread() -> None:
 @given(
     st.lists(st.integers(0, 5000), unique=True, max_size=20), st.integers(0, 9), st.integers(1, 70), st.integers(0, 600)
 )
-def test_ranks_are_parsed_from_their_text(any_ranks: list[int], first: int, step: int, count: int) -> None:
+def test_ranks_are_parsed_from_their_text(any_ranks, first, step, count):
     assert parse_ranks(describe_ranks(any_ranks)) == tuple(any_ranks)
     evenly = list(range(first, first + step * count, step))
     assert parse_ranks(describe_ranks(evenly)) == tuple(evenly)

@@ -1,12 +1,8 @@
 """The timeline file, and clock offsets."""
 
-from __future__ import annotations
-
 import gzip
 import json
-from pathlib import Path
 
-import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 from support.expected_errors import raises
@@ -18,7 +14,7 @@ from megarl.tracing.trace_file import ClockReading, TraceFile, estimate_offset, 
 MS = 1_000_000
 
 
-def write_two_processes(path: Path) -> TraceFile:
+def write_two_processes(path):
     """The driver's, and one whose clock is 5 ms ahead."""
     file = TraceFile(path, origin_ns=10 * MS)
     file.name_process(0, "driver")
@@ -30,7 +26,7 @@ def write_two_processes(path: Path) -> TraceFile:
     return file
 
 
-def test_complete_file_is_json_in_microseconds_on_one_clock(tmp_path: Path) -> None:
+def test_complete_file_is_json_in_microseconds_on_one_clock(tmp_path):
     with write_two_processes(tmp_path / "trace.json") as file:
         file.flush()
     events = {event["name"]: event for event in json.loads((tmp_path / "trace.json").read_text(encoding="utf-8"))}
@@ -42,7 +38,7 @@ def test_complete_file_is_json_in_microseconds_on_one_clock(tmp_path: Path) -> N
     assert events["process_labels"]["args"] == {"labels": "node-1, pid 7"}
 
 
-def test_file_of_a_killed_run_is_readable(tmp_path: Path) -> None:
+def test_file_of_a_killed_run_is_readable(tmp_path):
     path = tmp_path / "run" / "timeline" / "trace.json"
     file = write_two_processes(path)
     file.flush()
@@ -54,7 +50,7 @@ def test_file_of_a_killed_run_is_readable(tmp_path: Path) -> None:
     file.close()
 
 
-def test_other_files_are_refused(tmp_path: Path) -> None:
+def test_other_files_are_refused(tmp_path):
     (tmp_path / "other.json").write_text('{"a": 1}', encoding="utf-8")
     with raises("timeline.not-a-timeline", tmp_path / "other.json"):
         read_trace(tmp_path / "other.json")
@@ -68,7 +64,7 @@ def test_other_files_are_refused(tmp_path: Path) -> None:
         read_trace(tmp_path / "nowhere")
 
 
-def test_command_prints_and_compresses_a_timeline(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_prints_and_compresses_a_timeline(tmp_path, capsys):
     write_two_processes(tmp_path / "trace.json").close()
     assert main([str(tmp_path), "--out", str(tmp_path / "new" / "all.json.gz")]) == 0
     output = capsys.readouterr().out
@@ -78,7 +74,7 @@ def test_command_prints_and_compresses_a_timeline(tmp_path: Path, capsys: pytest
     assert main([str(tmp_path / "nowhere")]) == 2
 
 
-def test_fastest_clock_reading_wins() -> None:
+def test_fastest_clock_reading_wins():
     slow, fast = ClockReading(0, 5_900, 1_000), ClockReading(2_000, 7_110, 2_200)
     assert estimate_offset([slow, fast]) == (7_110 - 2_100, 100)
 
@@ -87,7 +83,7 @@ def test_fastest_clock_reading_wins() -> None:
     ahead=st.integers(-(10**15), 10**15),
     delays=st.lists(st.tuples(st.integers(0, 10**7), st.integers(0, 10**7)), min_size=1, max_size=8),
 )
-def test_true_clock_offset_is_within_the_error(ahead: int, delays: list[tuple[int, int]]) -> None:
+def test_true_clock_offset_is_within_the_error(ahead, delays):
     readings, now = [], 0
     for request_ns, reply_ns in delays:
         readings.append(ClockReading(now, now + request_ns + ahead, now + request_ns + reply_ns))

@@ -1,24 +1,21 @@
-from __future__ import annotations
-
 import threading
 import time
-from collections.abc import Iterator
 
 import pytest
 
 from megarl.tracing import PHASE, TRACER, counter, lane_span, past_span, span, unwatch_process
-from megarl.tracing.tracer import MISSING_EVENTS, Tracer
+from megarl.tracing.tracer import MISSING_EVENTS
 
 
 @pytest.fixture
-def recording() -> Iterator[Tracer]:
+def recording():
     TRACER.recording = True
     TRACER.follow_thread()  # an earlier test may have followed the thread of an engine
     yield TRACER
     unwatch_process()
 
 
-def test_spans_have_start_and_duration_in_order_of_their_ends(recording: Tracer) -> None:
+def test_spans_have_start_and_duration_in_order_of_their_ends(recording):
     before = time.monotonic_ns()
     with span("outer", "verb", rows=3), span("inner"):
         time.sleep(0.01)
@@ -31,15 +28,15 @@ def test_spans_have_start_and_duration_in_order_of_their_ends(recording: Tracer)
     assert recording.take() == []
 
 
-def test_span_ends_and_propagates_an_exception(recording: Tracer) -> None:
+def test_span_ends_and_propagates_an_exception(recording):
     with pytest.raises(ValueError, match="no"), span("fails"):
         raise ValueError("no")
     assert [event.name for event in recording.take()] == ["fails"]
     assert recording.stack == []
 
 
-def test_threads_have_separate_lanes(recording: Tracer) -> None:
-    def work() -> None:
+def test_threads_have_separate_lanes(recording):
+    def work():
         with span("aside"):
             assert [name for name, *_ in recording.stack] == ["in main"]
 
@@ -50,7 +47,7 @@ def test_threads_have_separate_lanes(recording: Tracer) -> None:
     assert [(event.name, event.lane) for event in recording.take()] == [("aside", "saver"), ("in main", "")]
 
 
-def test_counters_and_past_spans(recording: Tracer) -> None:
+def test_counters_and_past_spans(recording):
     counter("memory", host=1.5)
     begin = time.monotonic_ns() - 5_000_000
     past_span("request", "rollout", begin, "place 3", tokens=7)
@@ -60,7 +57,7 @@ def test_counters_and_past_spans(recording: Tracer) -> None:
     assert 5_000_000 <= request.duration_ns <= time.monotonic_ns() - begin
 
 
-def test_no_events_are_kept_without_recording() -> None:
+def test_no_events_are_kept_without_recording():
     assert not TRACER.active
     with span("unseen", rows=1):
         counter("unseen", value=1)
@@ -68,7 +65,7 @@ def test_no_events_are_kept_without_recording() -> None:
     assert span("one") is span("other"), "no object is made"
 
 
-def test_events_beyond_the_limit_are_counted(recording: Tracer, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_events_beyond_the_limit_are_counted(recording, monkeypatch):
     monkeypatch.setattr("megarl.tracing.tracer.MOST_EVENTS", 2)
     for _ in range(5):
         with span("one"):
@@ -78,7 +75,7 @@ def test_events_beyond_the_limit_are_counted(recording: Tracer, monkeypatch: pyt
     assert (last.name, last.category) == ("events left out: 3 more than 2 between two collections", MISSING_EVENTS)
 
 
-def test_spans_that_begin_together_end_in_any_order(recording: Tracer) -> None:
+def test_spans_that_begin_together_end_in_any_order(recording):
     """The watchdog reads the innermost span that runs."""
     critic, actor = (lane_span(name, PHASE, name) for name in ("update_critic", "update_actor"))
     with span("step", PHASE):

@@ -1,7 +1,5 @@
 """The step table and the validation table."""
 
-from __future__ import annotations
-
 import io
 import math
 
@@ -113,13 +111,13 @@ def test_supervised_columns():
     assert table.plain_row(2, metrics) == "step 2  loss=1.500  lr=1.0e-4  sec=2.00  tok/s=50"
 
 
-def rows_of(metrics: dict[str, float], samples: int) -> list[list[str]]:
+def rows_of(metrics, samples):
     text = io.StringIO()
     RichConsole(file=text, width=100, color_system=None).print(validation_table(metrics, samples))
     return [line.split() for line in text.getvalue().splitlines() if line.strip() and "─" not in line]
 
 
-def test_validation_table_has_a_row_per_data_source() -> None:
+def test_validation_table_has_a_row_per_data_source():
     metrics = {
         "val-core/a/b/acc/mean@4": 0.25,
         "val-core/a/b/acc/best@4/mean": 0.5,
@@ -141,7 +139,7 @@ def test_validation_table_has_a_row_per_data_source() -> None:
     ]
 
 
-def test_validation_table_of_one_sample_has_the_mean_only() -> None:
+def test_validation_table_of_one_sample_has_the_mean_only():
     metrics = {"val-core/a/reward/mean@1": 0.5, "val-aux/a/num_prompts": 3.0, "val-aux/lost/num_prompts": 4.0}
     assert rows_of(metrics, 1) == [
         ["data", "source", "variable", "prompts", "mean@1", "length", "failed"],

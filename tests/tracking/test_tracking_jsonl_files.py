@@ -1,13 +1,10 @@
 """The metrics file and the balance file."""
 
-from __future__ import annotations
-
 import json
 import math
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import pytest
 
@@ -92,7 +89,7 @@ def test_killed_process_loses_no_written_metrics(path):
     assert [row["step"] for row in read_metrics(path)] == [0, 1, 2, 3, 4]
 
 
-def test_balance_rows_are_read_back(tmp_path: Path) -> None:
+def test_balance_rows_are_read_back(tmp_path):
     path = tmp_path / "balance.jsonl"
     file = BalanceFile(path)
     file.add(1, {"actor/tokens": [120, 118.0], "actor/update_actor_s": [0.123456, 12.0]})
@@ -110,14 +107,14 @@ def test_balance_rows_are_read_back(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("line", ["{", "[1]", '{"actor/tokens": [1]}', '{"step": 1, "actor/tokens": 3}'])
-def test_broken_balance_line_is_named(tmp_path: Path, line: str) -> None:
+def test_broken_balance_line_is_named(tmp_path, line):
     path = tmp_path / "balance.jsonl"
     path.write_text(f'{{"step": 1}}\n{line}\n{{"step": 2}}\n', encoding="utf-8")
     with pytest.raises(ValueError, match=r"balance\.jsonl, line 2: not a row of balance"):
         read_balance(path)
 
 
-def test_balance_file_of_new_and_resumed_runs(tmp_path: Path) -> None:
+def test_balance_file_of_new_and_resumed_runs(tmp_path):
     path = tmp_path / "balance.jsonl"
     file = BalanceFile(path)
     for step in range(1, 6):
@@ -128,7 +125,7 @@ def test_balance_file_of_new_and_resumed_runs(tmp_path: Path) -> None:
     assert not path.exists() and len(path.with_name("balance.jsonl.old").read_text(encoding="utf-8").splitlines()) == 4
 
 
-def test_balance_file_stays_below_its_limit(tmp_path: Path) -> None:
+def test_balance_file_stays_below_its_limit(tmp_path):
     path, limit = tmp_path / "balance.jsonl", 40_000
     file, lists = BalanceFile(path, limit_bytes=limit), {"actor/tokens": [1000 + rank for rank in range(256)]}
     for step in range(1, 201):

@@ -1,7 +1,5 @@
 """Subprocess trackers: retries, dropped records, hangs, deaths, and the real packages without a server."""
 
-from __future__ import annotations
-
 import dataclasses
 import json
 import os

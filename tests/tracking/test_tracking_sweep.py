@@ -1,10 +1,7 @@
 """What runs of a sweep are judged by, and the table of them."""
 
-from __future__ import annotations
-
 import csv
 import json
-from pathlib import Path
 
 import pytest
 from support.expected_errors import raises
@@ -30,18 +27,18 @@ VALIDATED = [
         ([], None, (None, None)),
     ],
 )
-def test_objective(rows: list, metric: str | None, expected: tuple) -> None:
+def test_objective(rows, metric, expected):
     assert objective(rows, metric) == expected
 
 
-def test_missing_and_non_finite_objectives_are_errors() -> None:
+def test_missing_and_non_finite_objectives_are_errors():
     with raises("tracking.no-sweep-metric", "trainer.sweep_metric=critic/score:", "critic/score/mean"):
         objective(VALIDATED, "critic/score")
     with raises("tracking.sweep-metric-not-finite", "critic/score/mean is nan"):
         objective([{"step": 1, "critic/score/mean": float("nan")}], None)
 
 
-def test_results_are_a_table_and_files(tmp_path: Path) -> None:
+def test_results_are_a_table_and_files(tmp_path):
     results = []
     for number in range(4):
         run = tmp_path / str(number)
@@ -64,7 +61,7 @@ def test_results_are_a_table_and_files(tmp_path: Path) -> None:
     assert rows[1]["value"] == "" and rows[1]["error"] == "out of\nmemory"
 
 
-def test_table_shows_varied_keys_only() -> None:
+def test_table_shows_varied_keys_only():
     two = [RunResult({"lr": str(n), "steps": "5"}, "m", float(n), None, str(n)) for n in (1, 2)]
     assert sweep_table(two).splitlines()[0].split() == ["run", "lr", "m"]
     assert sweep_table(two[:1]).splitlines()[0].split() == ["run", "lr", "steps", "m"]

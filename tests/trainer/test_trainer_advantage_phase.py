@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 
 import pytest
 import torch
@@ -21,7 +20,7 @@ from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
 MASK = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
 
 
-def batch(*, critic: bool = True) -> DataProto:
+def batch(*, critic=True):
     """Two prompts with two samples each; the reward of the last sample failed."""
     generator = torch.Generator().manual_seed(3)
     numbers = {name: torch.randn(4, 3, generator=generator) * MASK for name in ("old_log_probs", "ref_log_prob")}
@@ -41,7 +40,7 @@ def batch(*, critic: bool = True) -> DataProto:
     )
 
 
-def test_groups_without_a_critic() -> None:
+def test_groups_without_a_critic():
     metrics: dict[str, float] = {}
     phase = AdvantagePhase(AlgorithmConfig(adv_estimator="grpo"))
     result = phase.compute(batch(critic=False), metrics).tensors
@@ -54,7 +53,7 @@ def test_groups_without_a_critic() -> None:
     assert phase.kl_controller is None
 
 
-def test_gae_with_kl_in_the_reward() -> None:
+def test_gae_with_kl_in_the_reward():
     config = AlgorithmConfig(
         gamma=0.9,
         lam=0.8,
@@ -98,7 +97,7 @@ def test_gae_with_kl_in_the_reward() -> None:
 
 
 @pytest.mark.parametrize("estimator", [name for name in ADV_ESTIMATORS if not name.endswith("vectorized")])
-def test_tool_tokens_do_not_change_advantages(estimator: str) -> None:
+def test_tool_tokens_do_not_change_advantages(estimator):
     """Any values in the holes of the mask give the same advantages."""
     holes = torch.tensor([[1, 0, 1], [0, 1, 0], [1, 0, 0], [0, 0, 0]])
     more = {"reward_baselines": torch.tensor([0.5, 0.5, 1.0, 9.0]), "sum_pi_squared": torch.full((4, 3), 0.5)}
@@ -131,7 +130,7 @@ def test_tool_tokens_do_not_change_advantages(estimator: str) -> None:
 QUERY, OTHER, FOUND, NOTHING = [5, 6], [5, 7], [8, 9, 8], [3]
 
 
-def conversation(*parts: list[int], states: list[str] | None = None, error: str | None = None) -> Trajectory:
+def conversation(*parts, states=None, error=None):
     """Turns of the policy and observations, in turns."""
     ids = [token for part in parts for token in part]
     mask = [1 - number % 2 for number, part in enumerate(parts) for _ in part]
@@ -140,7 +139,7 @@ def conversation(*parts: list[int], states: list[str] | None = None, error: str 
     return made if error is None else made.failed(error)
 
 
-def searches(states: Sequence[list[str] | None] = (None,) * 4, *, state_masking: bool = True) -> DataProto:
+def searches(states=(None,) * 4, *, state_masking=True):
     """Four conversations about one prompt: two find the same documents; the last one failed."""
     made = [
         conversation(QUERY, FOUND, [4], states=states[0]),
@@ -156,7 +155,7 @@ def searches(states: Sequence[list[str] | None] = (None,) * 4, *, state_masking:
 
 
 @pytest.mark.parametrize("state_masking", [True, False])
-def test_gigpo_compares_turns_after_the_same_observation(state_masking: bool) -> None:
+def test_gigpo_compares_turns_after_the_same_observation(state_masking):
     config = AlgorithmConfig(
         adv_estimator="gigpo", gamma=0.5, gigpo=GiGPOConfig(mode="mean_norm", step_advantage_w=2.0)
     )
@@ -179,7 +178,7 @@ def test_gigpo_compares_turns_after_the_same_observation(state_masking: bool) ->
     assert not undocumented(name for name in metrics if name.startswith("gigpo/"))
 
 
-def test_gigpo_reads_the_states_of_an_agent_loop() -> None:
+def test_gigpo_reads_the_states_of_an_agent_loop():
     """Named states separate turns whose observations are equal, and join others; similar ones join too."""
     rooms = [["start", "room 1 of 20"], ["start", "room 2 of 20"], ["start", "start", "room 1 of 20"], None]
     metrics: dict[str, float] = {}
@@ -194,7 +193,7 @@ def test_gigpo_reads_the_states_of_an_agent_loop() -> None:
         )
 
 
-def test_optimal_token_baseline_reads_the_weights_of_rollout_correction() -> None:
+def test_optimal_token_baseline_reads_the_weights_of_rollout_correction():
     """The weights are those that the policy loss gets after the advantages."""
     given = batch(critic=False)
     log_probs = -given.tensors["old_log_probs"].abs()
@@ -219,7 +218,7 @@ def test_optimal_token_baseline_reads_the_weights_of_rollout_correction() -> Non
     assert (plain["advantages"] - result["advantages"]).abs().max() > 1e-3
 
 
-def penalized(config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
+def penalized(config):
     """Reward changes of four samples of 3, 2, 1 and 1 tokens; a limit ended all but the second."""
     real = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [1, 0, 0]])
     tensors = {"prompts": torch.ones(4, 2).long(), "attention_mask": torch.cat([torch.ones(4, 2).long(), real], dim=1)}
@@ -230,14 +229,14 @@ def penalized(config: AlgorithmConfig) -> tuple[torch.Tensor, dict[str, float]]:
 
 
 @pytest.mark.parametrize("penalty", [0.75, 0.0])
-def test_truncated_responses_are_penalized(penalty: float) -> None:
+def test_truncated_responses_are_penalized(penalty):
     """The reward of the last sample failed, so it is neither penalized nor counted. A penalty of 0 only counts."""
     change, metrics = penalized(AlgorithmConfig(adv_estimator="grpo", missing_eos_penalty=penalty))
     assert change.tolist() == [[0.0, 0.0, -penalty], [0.0] * 3, [-penalty, 0.0, 0.0], [0.0] * 3]
     assert metrics["reward/missing_eos_fraction"] == pytest.approx(2 / 3)
 
 
-def test_penalties_come_before_whitening() -> None:
+def test_penalties_come_before_whitening():
     """Rewards of the six trained tokens: 0, 0, 1 - 3/4; 0, 1/4; 2 - 3/4."""
     config = AlgorithmConfig(adv_estimator="grpo", missing_eos_penalty=0.75, whiten_rewards=True)
     change, _ = penalized(config)
@@ -247,6 +246,6 @@ def test_penalties_come_before_whitening() -> None:
     torch.testing.assert_close(result, white, rtol=1e-5, atol=1e-6)
 
 
-def test_remax_without_baselines_is_an_error() -> None:
+def test_remax_without_baselines_is_an_error():
     with pytest.raises(ValueError, match="'remax' needs `reward_baselines`"):
         AdvantagePhase(AlgorithmConfig(adv_estimator="remax")).compute(batch(), {})

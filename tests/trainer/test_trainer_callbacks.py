@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from contextlib import nullcontext
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 from support.expected_errors import raises
 
 from megarl.base.errors import StepImpossible
-from megarl.config import TrainConfig
 from megarl.data import DataProto
 from megarl.trainer.callbacks import Callback, TrainerView, load_callbacks
 from megarl.trainer.jobs.preflight import check_train
@@ -23,17 +20,17 @@ from megarl.trainer.loop.recorders import CheckpointRecorder, ValidationRecorder
 class Recorded(Callback):
     """Records its calls."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.calls: list[tuple[str, TrainerView]] = []
 
-    def on_step_end(self, view: TrainerView) -> dict[str, float]:
+    def on_step_end(self, view):
         self.calls.append(("step_end", view))
         return {"custom/metric": 1.0 + view.metrics.get("custom/metric", 0.0)}
 
-    def on_validation(self, view: TrainerView) -> None:
+    def on_validation(self, view):
         self.calls.append(("validation", view))
 
-    def on_save(self, view: TrainerView) -> None:
+    def on_save(self, view):
         self.calls.append(("save", view))
 
 
@@ -42,20 +39,20 @@ class Reporter:
 
     lasting_files: tuple[Path, ...] = ()
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder):
         self.folder, self.seconds = folder, {"step": 2.0, "update_critic": 0.5}
         self.hidden = {"update_critic": 0.5}
         self.phases: list[str] = []
 
-    def phase(self, name: str) -> Any:
+    def phase(self, name):
         self.phases.append(name)
         return nullcontext()
 
-    def keep_samples(self, *_: Any) -> None: ...
+    def keep_samples(self, *_): ...
 
-    def log_samples(self, *_: Any) -> None: ...
+    def log_samples(self, *_): ...
 
-    def log_validation(self, *_: Any) -> None: ...
+    def log_validation(self, *_): ...
 
 
 class State:
@@ -64,33 +61,33 @@ class State:
     step, total_steps = 3, 10
     prompts = SimpleNamespace(epoch=1)
 
-    def __init__(self, folder: Path, *, due: bool = True) -> None:
+    def __init__(self, folder, *, due=True):
         self.is_due = due
         self.saver = SimpleNamespace(take_completed=lambda: [folder / "global_step_3"])
         self.validated: list[dict[str, float]] = []
         self.saved = 0
 
-    def due(self, every: int) -> bool:
+    def due(self, every):
         return self.is_due
 
-    def must_save(self) -> bool:
+    def must_save(self):
         return self.is_due
 
-    def save(self, *_: Any) -> None:
+    def save(self, *_):
         self.saved += 1
 
-    def note_validation(self, metrics: dict[str, float]) -> None:
+    def note_validation(self, metrics):
         self.validated.append(metrics)
 
-    def save_and_stop(self, error: StepImpossible, *_: Any) -> StepImpossible:
+    def save_and_stop(self, error, *_):
         return StepImpossible(f"{error.text}; saved", code=error.code)
 
 
-def trainer_of(config: TrainConfig, recorders: list[Callback], folder: Path) -> PPOTrainer:
+def trainer_of(config, recorders, folder):
     return PPOTrainer(config, None, None, recorders, State(folder), Reporter(folder), None)
 
 
-def test_a_callback_sees_and_adds_metrics(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_a_callback_sees_and_adds_metrics(train_config, tmp_path):
     first, second, metrics = Recorded(), Recorded(), {"critic/score/mean": 0.5}
     batch = DataProto.from_dict({}, {"uid": ["a"]})
     trainer_of(train_config(), [first, second], tmp_path).finish_step(batch, batch, metrics)
@@ -101,7 +98,7 @@ def test_a_callback_sees_and_adds_metrics(train_config: Callable[..., TrainConfi
     assert view.batch is batch and view.metrics["critic/score/mean"] == 0.5
 
 
-def test_the_view_is_read_only(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_the_view_is_read_only(train_config, tmp_path):
     view = trainer_of(train_config(), [], tmp_path).view({"x": 1.0})
     with pytest.raises(TypeError):
         view.metrics["x"] = 2.0
@@ -109,7 +106,7 @@ def test_the_view_is_read_only(train_config: Callable[..., TrainConfig], tmp_pat
         view.step = 4
 
 
-def test_validation_calls_on_validation(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_validation_calls_on_validation(train_config, tmp_path):
     callback, reporter, state = Recorded(), Reporter(tmp_path), State(tmp_path)
     validator = SimpleNamespace(run=lambda step: ({"val-core/x": 0.25}, []))
     recorder = ValidationRecorder(validator, state, [], reporter, [callback])
@@ -121,8 +118,8 @@ def test_validation_calls_on_validation(train_config: Callable[..., TrainConfig]
     assert recorder.on_step_end(view) == {} and len(callback.calls) == 1
 
 
-def test_a_failed_validation_saves_and_stops(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
-    def fail(step: int) -> None:
+def test_a_failed_validation_saves_and_stops(train_config, tmp_path):
+    def fail(step):
         raise StepImpossible("no scores", code="reward.no-row-scored")
 
     recorder = ValidationRecorder(SimpleNamespace(run=fail), State(tmp_path), [], Reporter(tmp_path), [])
@@ -133,9 +130,7 @@ def test_a_failed_validation_saves_and_stops(train_config: Callable[..., TrainCo
 @pytest.mark.parametrize(
     ("val_only", "before", "runs"), [(True, False, True), (False, True, False), (False, False, False)]
 )
-def test_validation_before_training(
-    train_config: Callable[..., TrainConfig], tmp_path: Path, val_only: bool, before: bool, runs: bool
-) -> None:
+def test_validation_before_training(train_config, tmp_path, val_only, before, runs):
     """The run of this test resumed at step 3, so ``val_before_train`` does not validate again."""
     config = train_config({"trainer.val_only": val_only, "trainer.val_before_train": before})
     reporter = Reporter(tmp_path)
@@ -146,7 +141,7 @@ def test_validation_before_training(
     assert reporter.phases == ["testing"] * runs
 
 
-def test_on_save_gets_the_complete_checkpoint(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_on_save_gets_the_complete_checkpoint(train_config, tmp_path):
     callback, state, reporter = Recorded(), State(tmp_path), Reporter(tmp_path)
     CheckpointRecorder(state, [], reporter, [callback]).on_step_end(trainer_of(train_config(), [], tmp_path).view())
     assert state.saved == 1 and reporter.phases == ["save_checkpoint"]
@@ -154,7 +149,7 @@ def test_on_save_gets_the_complete_checkpoint(train_config: Callable[..., TrainC
     assert name == "save" and view.checkpoint == tmp_path / "global_step_3"
 
 
-def test_callbacks_run_before_metrics_are_logged(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_callbacks_run_before_metrics_are_logged(train_config, tmp_path):
     callback = Recorded()
     recorders = build_recorders(
         train_config(), None, [], [], None, None, State(tmp_path), Reporter(tmp_path), [callback]
@@ -171,7 +166,7 @@ def test_callbacks_run_before_metrics_are_logged(train_config: Callable[..., Tra
     ]
 
 
-def test_callbacks_are_loaded_by_file_and_by_dotted_path(tmp_path: Path) -> None:
+def test_callbacks_are_loaded_by_file_and_by_dotted_path(tmp_path):
     file = tmp_path / "mine.py"
     file.write_text(
         "from megarl.trainer.callbacks import Callback\n\nclass Mine(Callback):\n    pass\n", encoding="utf-8"
@@ -187,8 +182,6 @@ def test_callbacks_are_loaded_by_file_and_by_dotted_path(tmp_path: Path) -> None
         ("megarl.trainer.callbacks.TrainerView", "config.user-code-class", "megarl.trainer.callbacks.Callback"),
     ],
 )
-def test_a_wrong_callback_fails_before_any_process(
-    train_config: Callable[..., TrainConfig], spec: str, code: str, named: str
-) -> None:
+def test_a_wrong_callback_fails_before_any_process(train_config, spec, code, named):
     with raises(code, "trainer.callbacks", named):
         check_train(train_config({"trainer.callbacks": [spec]}))

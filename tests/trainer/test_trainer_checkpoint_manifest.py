@@ -1,7 +1,5 @@
 """Retention of checkpoints, by hand and for any history of saves."""
 
-from __future__ import annotations
-
 import math
 
 import pytest
@@ -15,15 +13,13 @@ from megarl.trainer.state.checkpoint_manifest import BestBy, Manifest, Removal, 
 ENTRY = FileEntry(1, "")
 
 
-def manifest(
-    step: int, roles: str = "actor critic", value: float | None = None, sequence: int | None = None
-) -> Manifest:
+def manifest(step, roles="actor critic", value=None, sequence=None):
     score = None if value is None else Score("acc", value)
     files = {f"{role}/x": ENTRY for role in roles.split()} | {"trainer_state.json": ENTRY}
     return Manifest(step, sequence or step, files, score)
 
 
-def test_retention_counts_each_role_separately() -> None:
+def test_retention_counts_each_role_separately():
     retention = Retention({"actor": 3, "critic": 1})
     history = [manifest(1), manifest(2, "actor"), manifest(3), manifest(4)]
     assert retention.removals(history) == [Removal(1), Removal(3, ("critic",))]
@@ -31,13 +27,13 @@ def test_retention_counts_each_role_separately() -> None:
     assert Retention().removals(history) == []
 
 
-def test_age_is_the_order_of_saves_not_the_step() -> None:
+def test_age_is_the_order_of_saves_not_the_step():
     history = [manifest(10, sequence=1), manifest(20, sequence=2), manifest(1, sequence=3)]
     assert Retention({"actor": 2}).removals(history) == [Removal(10)]
 
 
 @pytest.mark.parametrize(("mode", "best"), [("max", 2), ("min", 3)])
-def test_best_checkpoint(mode: str, best: int) -> None:
+def test_best_checkpoint(mode, best):
     values = [0.5, 0.9, 0.1, math.nan, None]
     history = [manifest(step, value=value) for step, value in enumerate(values, start=1)]
     retention = Retention({"actor": 1, "critic": 1}, BestBy("acc", mode))
@@ -48,7 +44,7 @@ def test_best_checkpoint(mode: str, best: int) -> None:
 
 
 @pytest.mark.parametrize("role", ["actor", "critic"])
-def test_a_limit_must_be_positive(role: str) -> None:
+def test_a_limit_must_be_positive(role):
     with raises("config.value-out-of-limits", f"trainer.max_{role}_ckpt_to_keep=0"):
         Retention({role: 0})
 
@@ -59,9 +55,7 @@ def test_a_limit_must_be_positive(role: str) -> None:
     st.none() | st.integers(1, 4),
     st.booleans(),
 )
-def test_the_newest_of_each_role_and_the_best_remain(
-    history: list[tuple[str, float | None]], actors: int | None, critics: int | None, keep_best: bool
-) -> None:
+def test_the_newest_of_each_role_and_the_best_remain(history, actors, critics, keep_best):
     manifests = [manifest(step, roles, value) for step, (roles, value) in enumerate(history, start=1)]
     retention = Retention({"actor": actors, "critic": critics}, BestBy("acc") if keep_best else None)
     removed = {removal.step: removal.roles for removal in retention.removals(manifests)}

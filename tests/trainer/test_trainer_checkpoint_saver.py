@@ -5,10 +5,8 @@ from __future__ import annotations
 import os
 import signal
 import threading
-from collections.abc import Iterator
 from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 
 import pytest
 import torch
@@ -16,7 +14,7 @@ from safetensors.torch import load_file
 from support.expected_errors import raises
 
 from megarl.base.checkpoint_files import POINTER
-from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
+from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
 from megarl.config.schema.model import CheckpointConfig
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
@@ -29,22 +27,22 @@ from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 
 @pytest.fixture(scope="module")
-def pool(forked_workers: None) -> Iterator[PlacedPool]:
+def pool(forked_workers):
     with RaySession(num_cpus=2) as session:
         yield session.place([ResourcePool("main", "cpu", [2])])["main"]
 
 
 @pytest.fixture(scope="module")
-def control(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def control(tmp_path_factory):
     return tmp_path_factory.mktemp("control")
 
 
 @pytest.fixture(scope="module")
-def actor(pool: PlacedPool, control: Path) -> WorkerGroup:
+def actor(pool, control):
     return start(pool, control)
 
 
-def start(pool: PlacedPool, control: Path) -> WorkerGroup:
+def start(pool, control):
     arguments = {"control": str(control)}
     group = WorkerGroup("actor", "tests.trainer.slow_savers.SlowSaver", arguments, ParallelLayout(dp=2), pool)
     wait_ready([group], timeout_s=120)
@@ -54,9 +52,7 @@ def start(pool: PlacedPool, control: Path) -> WorkerGroup:
 class Run:
     """A saver in a folder of its own."""
 
-    def __init__(
-        self, folder: Path, control: Path, in_background: bool = True, retention: Retention | None = None
-    ) -> None:
+    def __init__(self, folder, control, in_background=True, retention=None):
         self.store = CheckpointStore(folder, retention)
         self.messages: list[str] = []
         saved = {"actor": CheckpointConfig(async_save=in_background)}
@@ -64,30 +60,30 @@ class Run:
         self.control = control
         self.set(go=True, full=False)
 
-    def set(self, **files: bool) -> None:
+    def set(self, **files):
         for name, there in files.items():
             (self.control / name).touch() if there else (self.control / name).unlink(missing_ok=True)
 
-    def begin(self, step: int, group: WorkerGroup, score: Score | None = None) -> None:
+    def begin(self, step, group, score=None):
         self.saver.begin(step, [group], lambda folder: (folder / "own").write_text(str(step), encoding="utf-8"), score)  # type: ignore[arg-type,return-value]
 
-    def complete(self) -> dict[str, float]:
+    def complete(self):
         """Metrics of the save under way, completed as training does: by looking now and then."""
         while not (metrics := self.saver.take_metrics()):
             self.saver.advance()
         return metrics
 
     @property
-    def hidden(self) -> list[str]:
+    def hidden(self):
         return [name for name in os.listdir(self.store.root) if name.startswith(".")]
 
 
 @pytest.fixture
-def run(tmp_path: Path, control: Path) -> Run:
+def run(tmp_path, control):
     return Run(tmp_path / "checkpoints", control)
 
 
-def test_training_continues_until_all_workers_have_written(run: Run, actor: WorkerGroup) -> None:
+def test_training_continues_until_all_workers_have_written(run, actor):
     run.set(go=False)
     run.begin(1, actor, Score("acc", 0.5))
     assert run.saver.score_under_way == Score("acc", 0.5)
@@ -103,13 +99,13 @@ def test_training_continues_until_all_workers_have_written(run: Run, actor: Work
     assert run.saver.take_metrics() == {} and run.messages == [] and run.hidden == []
 
 
-def test_a_synchronous_save_completes_at_once(tmp_path: Path, control: Path, actor: WorkerGroup) -> None:
+def test_a_synchronous_save_completes_at_once(tmp_path, control, actor):
     run = Run(tmp_path, control, in_background=False)
     run.begin(1, actor)
     assert run.store.steps() == [1] and run.saver.take_metrics()
 
 
-def test_the_next_save_waits_for_the_pending_one(run: Run, actor: WorkerGroup) -> None:
+def test_the_next_save_waits_for_the_pending_one(run, actor):
     run.set(go=False)
     run.begin(1, actor)
     threading.Timer(0.2, lambda: run.set(go=True)).start()
@@ -119,13 +115,11 @@ def test_the_next_save_waits_for_the_pending_one(run: Run, actor: WorkerGroup) -
     assert run.store.steps() == [1, 2] and (run.store.root / POINTER).read_text(encoding="utf-8") == "2\n"
 
 
-def test_a_storage_slower_than_the_save_frequency_delays_training_and_is_reported(
-    run: Run, actor: WorkerGroup, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_storage_slower_than_the_save_frequency_delays_training_and_is_reported(run, actor, monkeypatch):
     """Saves neither pile up nor get lost: each waits for the one before."""
     now, submit = 0.0, WorkerGroup.submit
 
-    def submit_and_write(group: WorkerGroup, verb: str, *arguments: Any) -> Any:
+    def submit_and_write(group, verb, *arguments):
         """Let the workers write when the saver waits for them, and some seconds pass on its clock."""
         nonlocal now
         if verb == "finish_checkpoint" and not now:
@@ -149,7 +143,7 @@ def test_a_storage_slower_than_the_save_frequency_delays_training_and_is_reporte
     assert "raise trainer.save_freq" in message
 
 
-def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(run: Run, actor: WorkerGroup) -> None:
+def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(run, actor):
     run.begin(1, actor)
     run.complete()
     run.set(full=True)
@@ -165,8 +159,8 @@ def test_a_full_disk_is_reported_and_the_old_checkpoint_stays(run: Run, actor: W
     assert run.store.resolve("auto").name == "global_step_3"
 
 
-def test_a_failure_in_the_driver_keeps_the_old_checkpoint(run: Run, actor: WorkerGroup, monkeypatch) -> None:
-    def full(folder: Path) -> None:
+def test_a_failure_in_the_driver_keeps_the_old_checkpoint(run, actor, monkeypatch):
+    def full(folder):
         raise OSError(28, "No space left on device")
 
     run.saver.begin(1, [actor], full)
@@ -186,13 +180,13 @@ def test_a_failure_in_the_driver_keeps_the_old_checkpoint(run: Run, actor: Worke
     assert run.store.steps() == [4]
 
 
-def test_the_export_converts_written_files_in_the_background(run: Run, actor: WorkerGroup, arithmetic: Path) -> None:
+def test_the_export_converts_written_files_in_the_background(run, actor, arithmetic):
     """The actor's tensors are written by the driver here, by the conversion, which engines read as their own."""
     saved = CheckpointConfig(async_save=True, save_contents=["model", "hf_model"])
     saver = CheckpointSaver(run.store, {"actor": saved}, run.messages.append)
 
-    def save(step: int, damage: bool = False) -> dict[str, float]:
-        def write_own(folder: Path) -> None:
+    def save(step, damage=False):
+        def write_own(folder):
             convert(open_source(arithmetic / "model"), folder / "actor", MEGARL, ConversionOptions())
             if damage:
                 next((folder / "actor").glob("*.distcp")).write_bytes(b"short")
@@ -216,9 +210,7 @@ def test_the_export_converts_written_files_in_the_background(run: Run, actor: Wo
     assert run.store.resolve("must") == whole and run.hidden == []
 
 
-def test_a_killed_writer_leaves_the_old_checkpoint(
-    tmp_path: Path, pool: PlacedPool, control: Path, actor: WorkerGroup
-) -> None:
+def test_a_killed_writer_leaves_the_old_checkpoint(tmp_path, pool, control, actor):
     """With room for one checkpoint, the last good one stays until a later save is complete."""
     newest = Retention({"actor": 1})
     run = Run(tmp_path / "checkpoints", control, retention=newest)

@@ -1,7 +1,5 @@
 """Faults that a checkpoint folder must survive, with real kills of real processes."""
 
-from __future__ import annotations
-
 import errno
 import hashlib
 import json
@@ -11,7 +9,6 @@ import shutil
 import subprocess
 import sys
 from functools import partial
-from pathlib import Path
 
 import pytest
 from support.dying import run_and_die
@@ -24,28 +21,28 @@ from megarl.trainer.state.checkpoint_manifest import MANIFEST, BestBy, Retention
 from megarl.trainer.state.checkpoint_store import BEST_POINTER, CheckpointStore
 
 
-def fill(folder: Path, step: int) -> None:
+def fill(folder, step):
     for role in ("actor", "critic"):
         (folder / role).mkdir()
         (folder / role / "shard_0.bin").write_bytes(bytes([step]) * 5000)
     (folder / "trainer_state.json").write_text(json.dumps({"step": step}), encoding="utf-8")
 
 
-def save(store: CheckpointStore, step: int) -> Path:
+def save(store, step):
     with store.saving(step) as folder:
         fill(folder, step)
     return store.root / f"global_step_{step}"
 
 
-def step_of(folder: Path | None) -> int | None:
+def step_of(folder):
     return None if folder is None else json.loads((folder / "trainer_state.json").read_text(encoding="utf-8"))["step"]
 
 
-def hidden(root: Path) -> list[str]:
+def hidden(root):
     return [name for name in os.listdir(root) if name.startswith(".")]
 
 
-def test_layout_manifest_and_pointer(tmp_path: Path) -> None:
+def test_layout_manifest_and_pointer(tmp_path):
     store = CheckpointStore(tmp_path / "run")
     folder = save(store, 3)
     assert folder == tmp_path / "run" / "global_step_3"
@@ -60,19 +57,19 @@ def test_layout_manifest_and_pointer(tmp_path: Path) -> None:
     assert store.resolve("auto") == folder
 
 
-def test_nothing_saved_starts_at_step_zero(tmp_path: Path) -> None:
+def test_nothing_saved_starts_at_step_zero(tmp_path):
     assert CheckpointStore(tmp_path / "absent").resolve("auto") is None
     assert CheckpointStore(tmp_path).resolve("auto") is None
 
 
-def test_folders_are_absolute(tmp_path: Path, monkeypatch) -> None:
+def test_folders_are_absolute(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     folder = save(CheckpointStore("run"), 1)
     assert CheckpointStore("run").resolve("auto") == tmp_path / "run" / "global_step_1" == folder
     assert CheckpointStore("run").resolve("resume_path", "run/global_step_1") == folder
 
 
-def test_resume_modes(tmp_path: Path) -> None:
+def test_resume_modes(tmp_path):
     store = CheckpointStore(tmp_path)
     first, second = save(store, 1), save(store, 2)
     assert store.resolve("auto") == second
@@ -88,55 +85,55 @@ def test_resume_modes(tmp_path: Path) -> None:
         store.resolve("sometimes")
 
 
-def truncate(folder: Path) -> tuple[str, str]:
+def truncate(folder):
     os.truncate(folder / "actor" / "shard_0.bin", 100)
     return "checkpoint.corrupt-file", "actor/shard_0.bin has 100 bytes, 5000"
 
 
-def flip_a_bit(folder: Path) -> tuple[str, str]:
+def flip_a_bit(folder):
     content = bytearray((folder / "critic" / "shard_0.bin").read_bytes())
     content[2500] ^= 4
     (folder / "critic" / "shard_0.bin").write_bytes(content)
     return "checkpoint.corrupt-file", "critic/shard_0.bin: content"
 
 
-def remove(folder: Path) -> tuple[str, str]:
+def remove(folder):
     (folder / "trainer_state.json").unlink()
     return "checkpoint.corrupt-file", "trainer_state.json is missing"
 
 
-def add(folder: Path) -> tuple[str, str]:
+def add(folder):
     (folder / "actor" / "shard_1.bin").write_bytes(b"x")
     return "checkpoint.corrupt-file", "actor/shard_1.bin is not part"
 
 
-def link(folder: Path) -> tuple[str, str]:
+def link(folder):
     (folder / "actor" / "shard_1.bin").symlink_to("/etc/passwd")
     return "checkpoint.link-or-device", "actor/shard_1.bin"
 
 
-def remove_manifest(folder: Path) -> tuple[str, str]:
+def remove_manifest(folder):
     (folder / MANIFEST).unlink()
     return "checkpoint.no-manifest", MANIFEST
 
 
-def cut_manifest(folder: Path) -> tuple[str, str]:
+def cut_manifest(folder):
     os.truncate(folder / MANIFEST, 60)
     return "checkpoint.unreadable-file", MANIFEST
 
 
-def edit_manifest(folder: Path) -> tuple[str, str]:
+def edit_manifest(folder):
     text = (folder / MANIFEST).read_text(encoding="utf-8")
     (folder / MANIFEST).write_text(text.replace('"step": 2', '"step": 7'), encoding="utf-8")
     return "checkpoint.corrupt-manifest", MANIFEST
 
 
-def strange_manifest(folder: Path) -> tuple[str, str]:
+def strange_manifest(folder):
     (folder / MANIFEST).write_text('{"format": 1, "files": [], "digest": ""}', encoding="utf-8")
     return "checkpoint.malformed-manifest", MANIFEST
 
 
-def future_manifest(folder: Path) -> tuple[str, str]:
+def future_manifest(folder):
     (folder / MANIFEST).write_text('{"format": 99}', encoding="utf-8")
     return "checkpoint.other-format", f"{MANIFEST}: format=99"
 
@@ -146,7 +143,7 @@ DAMAGES = [truncate, flip_a_bit, remove, add, link, remove_manifest, cut_manifes
 
 
 @pytest.mark.parametrize("damage", DAMAGES, ids=lambda damage: damage.__name__)
-def test_damage_is_named_and_the_older_checkpoint_is_used(damage, tmp_path, caplog) -> None:
+def test_damage_is_named_and_the_older_checkpoint_is_used(damage, tmp_path, caplog):
     store = CheckpointStore(tmp_path)
     save(store, 1)
     newest = save(store, 2)
@@ -161,7 +158,7 @@ def test_damage_is_named_and_the_older_checkpoint_is_used(damage, tmp_path, capl
     assert "global_step_2" in caplog.text
 
 
-def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
+def test_only_damaged_checkpoints_are_an_error(tmp_path):
     store = CheckpointStore(tmp_path)
     truncate(save(store, 1))
     flip_a_bit(save(store, 2))
@@ -169,7 +166,7 @@ def test_only_damaged_checkpoints_are_an_error(tmp_path: Path) -> None:
         store.resolve("auto")
 
 
-def test_a_renamed_checkpoint_is_rejected(tmp_path: Path) -> None:
+def test_a_renamed_checkpoint_is_rejected(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 1).rename(tmp_path / "global_step_5")
     with raises("checkpoint.renamed-folder") as caught:
@@ -181,7 +178,7 @@ def test_a_renamed_checkpoint_is_rejected(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("pointer", ["", "garbage", "9", "-1", "2 3", "\u0662", "1e3", None])
-def test_a_bad_pointer_falls_back_loudly_to_the_newest(pointer: str | None, tmp_path: Path, caplog) -> None:
+def test_a_bad_pointer_falls_back_loudly_to_the_newest(pointer, tmp_path, caplog):
     store = CheckpointStore(tmp_path)
     save(store, 1), save(store, 2)
     (tmp_path / POINTER).unlink()
@@ -192,21 +189,21 @@ def test_a_bad_pointer_falls_back_loudly_to_the_newest(pointer: str | None, tmp_
     assert POINTER in caplog.text or "names step 9" in caplog.text
 
 
-def test_a_pointer_to_nothing_is_not_step_zero(tmp_path: Path) -> None:
+def test_a_pointer_to_nothing_is_not_step_zero(tmp_path):
     store = CheckpointStore(tmp_path)
     shutil.rmtree(save(store, 4))
     with raises("resume.nothing-complete", POINTER, "step 4", tmp_path / "global_step_4"):
         store.resolve("auto")
 
 
-def test_a_pointer_set_back_by_hand_is_followed(tmp_path: Path) -> None:
+def test_a_pointer_set_back_by_hand_is_followed(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 1), save(store, 2)
     (tmp_path / POINTER).write_text("1", encoding="utf-8")
     assert step_of(store.resolve("auto")) == 1
 
 
-def test_retention_keeps_the_newest(tmp_path: Path) -> None:
+def test_retention_keeps_the_newest(tmp_path):
     store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}))
     for step in (1, 2, 3, 4):
         save(store, step)
@@ -214,7 +211,7 @@ def test_retention_keeps_the_newest(tmp_path: Path) -> None:
     assert not hidden(tmp_path)
 
 
-def test_retention_ignores_damaged_checkpoints(tmp_path: Path) -> None:
+def test_retention_ignores_damaged_checkpoints(tmp_path):
     store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}))
     save(store, 1)
     truncate(save(store, 2))
@@ -222,7 +219,7 @@ def test_retention_ignores_damaged_checkpoints(tmp_path: Path) -> None:
     assert store.steps() == [1, 2, 3]
 
 
-def test_retention_counts_by_time_of_saving(tmp_path: Path) -> None:
+def test_retention_counts_by_time_of_saving(tmp_path):
     """A run that went back repeats lower steps: the higher ones are the older ones."""
     save(CheckpointStore(tmp_path), 10), save(CheckpointStore(tmp_path), 20)
     store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}))
@@ -233,11 +230,11 @@ def test_retention_counts_by_time_of_saving(tmp_path: Path) -> None:
     assert step_of(store.resolve("auto")) == 1
 
 
-def tree(folder: Path) -> dict[str, bytes]:
+def tree(folder):
     return {str(path.relative_to(folder)): path.read_bytes() for path in folder.rglob("*") if path.is_file()}
 
 
-def test_a_run_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
+def test_a_run_removes_its_own_checkpoints_only(tmp_path):
     best = BestBy("val/acc")
     other = CheckpointStore(tmp_path, Retention(best=best), "other")
     with other.saving(10, Score("val/acc", 0.9)) as folder:
@@ -255,14 +252,14 @@ def test_a_run_removes_its_own_checkpoints_only(tmp_path: Path) -> None:
     assert tree(tmp_path / "global_step_10") == before and not hidden(tmp_path)
 
 
-def test_a_resumed_run_prunes_the_checkpoints_before_it(tmp_path: Path) -> None:
+def test_a_resumed_run_prunes_the_checkpoints_before_it(tmp_path):
     for step in (1, 2):
         save(CheckpointStore(tmp_path, None, "mine"), step)
     save(CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 2}), "mine"), 3)
     assert CheckpointStore(tmp_path).steps() == [2, 3]
 
 
-def test_overwrite_replaces_other_runs_at_the_first_save(tmp_path: Path) -> None:
+def test_overwrite_replaces_other_runs_at_the_first_save(tmp_path):
     save(CheckpointStore(tmp_path, None, "other"), 10)
     truncate(save(CheckpointStore(tmp_path, None, "other"), 20))
     store = CheckpointStore(tmp_path, None, "mine", overwrite=True)
@@ -275,7 +272,7 @@ def test_overwrite_replaces_other_runs_at_the_first_save(tmp_path: Path) -> None
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_an_older_checkpoint_loses_one_role_and_stays_complete(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
+def test_an_older_checkpoint_loses_one_role_and_stays_complete(can_exchange, tmp_path, monkeypatch):
     if not can_exchange:
         monkeypatch.setattr(replacing, "exchange_paths", lambda *_: False)
     store = CheckpointStore(tmp_path, Retention({"actor": 2, "critic": 1}))
@@ -290,7 +287,7 @@ def test_an_older_checkpoint_loses_one_role_and_stays_complete(can_exchange: boo
         store.resolve("auto", None, ["actor", "critic"])
 
 
-def test_the_best_checkpoint_keeps_all_roles_and_a_pointer(tmp_path: Path) -> None:
+def test_the_best_checkpoint_keeps_all_roles_and_a_pointer(tmp_path):
     store = CheckpointStore(tmp_path, Retention({"actor": 1, "critic": 1}, BestBy("val/acc")))
     for step, value in enumerate([0.3, 0.9, 0.5, 0.1], start=1):
         with store.saving(step, Score("val/acc", value)) as folder:
@@ -301,7 +298,7 @@ def test_the_best_checkpoint_keeps_all_roles_and_a_pointer(tmp_path: Path) -> No
     assert step_of(store.resolve("auto")) == 4
 
 
-def test_resume_mode_must_needs_a_checkpoint(tmp_path: Path) -> None:
+def test_resume_mode_must_needs_a_checkpoint(tmp_path):
     store = CheckpointStore(tmp_path)
     with raises("resume.no-checkpoint") as caught:
         store.resolve("must")
@@ -313,7 +310,7 @@ def test_resume_mode_must_needs_a_checkpoint(tmp_path: Path) -> None:
     assert step_of(store.resolve("must")) == 1
 
 
-def test_entries_of_hashed_files_are_checked_by_size_only(tmp_path: Path) -> None:
+def test_entries_of_hashed_files_are_checked_by_size_only(tmp_path):
     store = CheckpointStore(tmp_path)
     for number, entries in enumerate(
         [{"actor/shard_0.bin": FileEntry(4999, "")}, {"actor/shard_7.bin": FileEntry(1, "")}]
@@ -329,7 +326,7 @@ def test_entries_of_hashed_files_are_checked_by_size_only(tmp_path: Path) -> Non
 
 
 @pytest.mark.parametrize("can_exchange", [True, False])
-def test_saving_a_step_again_replaces_it(can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
+def test_saving_a_step_again_replaces_it(can_exchange, tmp_path, monkeypatch):
     if not can_exchange:
         monkeypatch.setattr(replacing, "exchange_paths", lambda *_: False)
     store = CheckpointStore(tmp_path, Retention({"actor": 1}))
@@ -341,12 +338,12 @@ def test_saving_a_step_again_replaces_it(can_exchange: bool, tmp_path: Path, mon
     assert sorted(os.listdir(tmp_path)) == ["global_step_2", POINTER]
 
 
-def test_commit_without_begin(tmp_path: Path) -> None:
+def test_commit_without_begin(tmp_path):
     with raises("checkpoint.not-started", "step 1"):
         CheckpointStore(tmp_path).commit(1)
 
 
-def test_an_error_in_the_body_leaves_nothing(tmp_path: Path) -> None:
+def test_an_error_in_the_body_leaves_nothing(tmp_path):
     store = CheckpointStore(tmp_path)
     save(store, 1)
     with pytest.raises(RuntimeError, match="worker"), store.saving(2) as folder:
@@ -358,7 +355,7 @@ def test_an_error_in_the_body_leaves_nothing(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("call", "after"), [("mkdir", 0), ("rename", 0), ("replace", 0), *(("fsync", after) for after in range(10))]
 )
-def test_no_space_left_keeps_the_old_one(call: str, after: int, tmp_path: Path, monkeypatch) -> None:
+def test_no_space_left_keeps_the_old_one(call, after, tmp_path, monkeypatch):
     store = CheckpointStore(tmp_path)
     save(store, 1)
     real, calls = getattr(os, call), []
@@ -380,7 +377,7 @@ def test_no_space_left_keeps_the_old_one(call: str, after: int, tmp_path: Path, 
     assert step_of(store.resolve("auto")) == 2
 
 
-def test_a_full_device_while_the_workers_write(tmp_path: Path) -> None:
+def test_a_full_device_while_the_workers_write(tmp_path):
     """The real thing: a file size limit makes the kernel refuse the write in a process of its own."""
     script = """
 import resource, signal, sys
@@ -403,7 +400,7 @@ except CheckpointError as error:
     assert sorted(os.listdir(tmp_path)) == ["global_step_1", POINTER]
 
 
-def test_killed_while_the_workers_write(tmp_path: Path) -> None:
+def test_killed_while_the_workers_write(tmp_path):
     script = """
 import sys, time
 from megarl.trainer.state.checkpoint_store import CheckpointStore
@@ -437,7 +434,7 @@ with open(folder / "weights", "wb") as file:
     [(False, True), (True, True), (True, False)],
     ids=["a new step", "the same step again", "where names cannot be exchanged"],
 )
-def test_killed_at_every_change_to_the_disk(again: bool, can_exchange: bool, tmp_path: Path, monkeypatch) -> None:
+def test_killed_at_every_change_to_the_disk(again, can_exchange, tmp_path, monkeypatch):
     """Whatever instant the process dies in, the old checkpoint or the new one is found whole, and saving goes on.
 
     The pointer changes last: until then it names the old checkpoint, even if the new one is complete.

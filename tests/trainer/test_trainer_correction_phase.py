@@ -17,7 +17,7 @@ MASK = torch.tensor([[1, 1, 1], [1, 0, 1], [1, 1, 0]])
 RATIOS = torch.tensor([[1.0, 4.0, 0.5], [1.0, 9.0, 1.25], [0.1, 1.0, 1.0]])
 
 
-def batch(**more: torch.Tensor) -> DataProto:
+def batch(**more):
     old = torch.full((3, 3), -1.0)
     tensors = {
         "prompts": torch.ones(3, 1, dtype=torch.int64),
@@ -30,7 +30,7 @@ def batch(**more: torch.Tensor) -> DataProto:
     return DataProto.from_dict({**tensors, **more})
 
 
-def scored_batch() -> DataProto:
+def scored_batch():
     """Four samples with scores 1, 1/4, 2 and a failed reward."""
     mask = torch.tensor([[1, 1, 1], [1, 1, 0], [1, 0, 0], [0, 0, 0]])
     scores = torch.tensor([[0.0, 0.0, 1.0], [0.0, 0.25, 0.0], [2.0, 0.0, 0.0], [0.0, 0.0, 0.0]])
@@ -40,12 +40,12 @@ def scored_batch() -> DataProto:
     return DataProto.from_dict(tensors, {"uid": ["a", "a", "b", "b"]})
 
 
-def test_correction_is_inactive_by_default() -> None:
+def test_correction_is_inactive_by_default():
     phase = RolloutCorrectionPhase(RolloutCorrectionConfig())
     assert not phase.is_active(batch(), 1) and not phase.reads_rollout
 
 
-def test_weights_and_rejections_change_only_the_update() -> None:
+def test_weights_and_rejections_change_only_the_update():
     metrics: dict[str, float] = {}
     config = RolloutCorrectionConfig(
         rollout_is="token",
@@ -64,7 +64,7 @@ def test_weights_and_rejections_change_only_the_update() -> None:
     assert metrics["rollout_corr/rollout_is_mean"] == pytest.approx((1 + 2 + 0.5 + 1 + 1.25 + 0.1 + 1) / 7)
 
 
-def test_sequence_and_geometric_rejection() -> None:
+def test_sequence_and_geometric_rejection():
     whole, geometric = [2.0, 1.25, 0.1], [2 ** (1 / 3), math.sqrt(1.25), math.sqrt(0.1)]
     for option, ratios in (("sequence", whole), ("geometric", geometric)):
         for bound in (1.2, 1.5, 11.0):
@@ -74,7 +74,7 @@ def test_sequence_and_geometric_rejection() -> None:
             assert kept == [1 / bound <= ratio <= bound for ratio in ratios], (option, bound)
 
 
-def test_tool_tokens_have_weight_one_and_no_ratio() -> None:
+def test_tool_tokens_have_weight_one_and_no_ratio():
     """Without ``state_masking`` they are trained on; the engine's 0.0 is not a log-prob."""
     written = torch.tensor([[1, 0, 1], [1, 1, 1], [1, 1, 1]])
     config = RolloutCorrectionConfig(rollout_is="token", rollout_rs="token_k1", rollout_rs_threshold="3.0")
@@ -82,14 +82,14 @@ def test_tool_tokens_have_weight_one_and_no_ratio() -> None:
     assert trained.tensors["rollout_is_weights"][0, 1] == 1 and trained.tensors["response_mask"][0, 1] == 1
 
 
-def test_bypass_uses_the_log_probs_of_the_engine() -> None:
+def test_bypass_uses_the_log_probs_of_the_engine():
     phase = RolloutCorrectionPhase(RolloutCorrectionConfig(bypass_mode=True))
     result = phase.rollout_log_probs(batch())
     assert phase.reads_rollout and torch.equal(result.tensors["old_log_probs"], batch().tensors["rollout_log_probs"])
     assert "entropys" not in result.tensors
 
 
-def test_loglinear_marks_the_place_of_the_proximal_policy() -> None:
+def test_loglinear_marks_the_place_of_the_proximal_policy():
     """Versions 0 to 3, the proximal one is 3; weights are the actor's business."""
     config = RolloutCorrectionConfig(rollout_is="token")
     phase = RolloutCorrectionPhase(config, loglinear=True, version=lambda: 3)
@@ -101,7 +101,7 @@ def test_loglinear_marks_the_place_of_the_proximal_policy() -> None:
     assert not phase.is_active(batch(), 1)
 
 
-def test_non_finite_log_probs_name_row_and_token() -> None:
+def test_non_finite_log_probs_name_row_and_token():
     log_probs = batch().tensors["rollout_log_probs"].clone()
     log_probs[1, 1] = -math.inf  # masked
     config = RolloutCorrectionConfig(rollout_is="token")
@@ -111,13 +111,13 @@ def test_non_finite_log_probs_name_row_and_token() -> None:
         RolloutCorrectionPhase(config).run(batch(rollout_log_probs=log_probs), 1, {})
 
 
-def test_the_configuration_lists_all_rejection_rules() -> None:
+def test_the_configuration_lists_all_rejection_rules():
     from megarl.algorithms import REJECTIONS
 
     assert set(REJECTION_OPTIONS) == set(REJECTIONS)
 
 
-def test_pf_ppo_draws_whole_rows_by_their_scores() -> None:
+def test_pf_ppo_draws_whole_rows_by_their_scores():
     """Scores 1, 1/4 and 2; a sample without a score is never drawn."""
     given, metrics = scored_batch(), {}
     phase = PreferencePhase(AlgorithmConfig(use_pf_ppo=True).pf_ppo, seed=1)
@@ -135,7 +135,7 @@ def test_pf_ppo_draws_whole_rows_by_their_scores() -> None:
     assert torch.equal(repeated.tensors["values"], drawn[7].tensors["values"]), "the draw depends on seed and step"
 
 
-def test_truncated_responses_are_left_out_of_the_update() -> None:
+def test_truncated_responses_are_left_out_of_the_update():
     """Whatever the last token: a stop string ends a response without an EOS token, a limit cuts others after one."""
     eos = 9
     responses = torch.tensor([[5, 5, 5], [5, 5, eos], [5, eos, 0], [eos, 5, 0]])

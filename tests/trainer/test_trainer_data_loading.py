@@ -5,18 +5,14 @@ from __future__ import annotations
 import contextlib
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
 from support.expected_errors import raises
-from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import ModelError
-from megarl.config import SFTConfig, TrainConfig
 from megarl.config.problems import InvalidConfigError
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.jobs.early_checks import check_rows
@@ -79,12 +75,12 @@ def collate_fn(samples):
 
 
 @pytest.fixture(scope="module")
-def tokenizer(arithmetic: Path) -> PreTrainedTokenizerBase:
+def tokenizer(arithmetic):
     return load_tokenizer(str(arithmetic / "model"))
 
 
 @pytest.fixture
-def sets(arithmetic: Path, tmp_path: Path) -> dict[str, Any]:
+def sets(arithmetic, tmp_path):
     """The training rows in two sets, the first of them in two files; a mixture of them, 3 to 1."""
     rows = pq.read_table(arithmetic / "data" / "train.parquet").to_pylist()
     for name, part in (("a1", rows[:20]), ("a2", rows[20:30]), ("b", rows[30:])):
@@ -93,13 +89,11 @@ def sets(arithmetic: Path, tmp_path: Path) -> dict[str, Any]:
     return {"data.train_files": [], "data.mixture": {"small": small, "large": {"files": [f"{tmp_path}/b.parquet"]}}}
 
 
-def indices(batch: Any) -> list[int]:
+def indices(batch):
     return [int(row) for row in batch.non_tensor_batch["index"]]
 
 
-def test_code_in_a_model_folder_is_not_run_even_if_the_user_would_agree(
-    arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_code_in_a_model_folder_is_not_run_even_if_the_user_would_agree(arithmetic, tmp_path, monkeypatch):
     """On a terminal, transformers asks whether to run the code of a tokenizer that is no class of its own."""
     folder = tmp_path / "model"
     shutil.copytree(arithmetic / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
@@ -117,9 +111,7 @@ def test_code_in_a_model_folder_is_not_run_even_if_the_user_would_agree(
     assert not (tmp_path / "executed").exists()
 
 
-def test_mixture_loader(
-    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, sets: dict[str, Any]
-) -> None:
+def test_mixture_loader(train_config, tokenizer, sets):
     config = train_config(sets)
     check_train(config)
     source = prompt_loader(config, tokenizer)
@@ -133,7 +125,7 @@ def test_mixture_loader(
     assert indices(next(iter(again))) != indices(batch)
 
 
-def test_sft_mixture_loader(sft_config: Callable[..., SFTConfig], arithmetic: Path) -> None:
+def test_sft_mixture_loader(sft_config, arithmetic):
     file = str(arithmetic / "data" / "sft.parquet")
     mixture = {"one": {"files": file}, "other": {"files": [file, file], "weight": {1: 1, 3: 3}}}
     config = sft_config({"data.train_files": [], "data.mixture": mixture})
@@ -169,15 +161,13 @@ def test_sft_mixture_loader(sft_config: Callable[..., SFTConfig], arithmetic: Pa
         ),
     ],
 )
-def test_contradicting_data_keys_are_errors(
-    train_config: Callable[..., TrainConfig], changes: dict[str, Any], path: str, code: str
-) -> None:
+def test_contradicting_data_keys_are_errors(train_config, changes, path, code):
     with pytest.raises(InvalidConfigError) as caught:
         train_config(changes)
     assert (path, code) in {(problem.path, problem.code) for problem in caught.value.problems}
 
 
-def test_mixture_errors_come_before_any_process(train_config: Callable[..., TrainConfig], sets: dict[str, Any]) -> None:
+def test_mixture_errors_come_before_any_process(train_config, sets):
     sets["data.mixture"]["small"]["weight"] = "much"
     with raises("data.mixture-weight", "data.mixture.small.weight: "):
         check_train(train_config(sets))
@@ -186,7 +176,7 @@ def test_mixture_errors_come_before_any_process(train_config: Callable[..., Trai
         check_rows(train_config(sets))
 
 
-def test_curriculum_order(train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_curriculum_order(train_config, tokenizer):
     source = prompt_loader(train_config({"data.curriculum": {"column": "extra_info.index"}}), tokenizer)
     first = [row for batch in source for row in indices(batch)]
     assert first == list(range(88))
@@ -195,9 +185,7 @@ def test_curriculum_order(train_config: Callable[..., TrainConfig], tokenizer: P
         prompt_loader(train_config({"data.curriculum": {"column": "extra_info.split"}}), tokenizer)
 
 
-def test_user_dataset_and_sampler_classes(
-    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_user_dataset_and_sampler_classes(train_config, tokenizer, tmp_path):
     (tmp_path / "own.py").write_text(OWN, encoding="utf-8")
     own = {
         "data.sampler": {"class_path": f"{tmp_path}/own.py", "class_name": "Backwards"},
@@ -215,9 +203,7 @@ def test_user_dataset_and_sampler_classes(
             check_train(train_config({**own, key: {**own[key], name: "Nobody"}}))
 
 
-def test_verls_dataset_sampler_and_collate_function(
-    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_verls_dataset_sampler_and_collate_function(train_config, tokenizer, tmp_path):
     (tmp_path / "verls.py").write_text(VERLS, encoding="utf-8")
     verls = {
         "data.custom_cls": {"path": f"{tmp_path}/verls.py", "name": "Prompts"},
@@ -243,9 +229,7 @@ def test_verls_dataset_sampler_and_collate_function(
         prompt_loader(train_config(mixed), tokenizer)
 
 
-def test_files_of_a_custom_dataset_are_its_own(
-    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase, tmp_path: Path
-) -> None:
+def test_files_of_a_custom_dataset_are_its_own(train_config, tokenizer, tmp_path):
     (tmp_path / "verls.py").write_text(VERLS, encoding="utf-8")
     keys = {"data.custom_cls": {"path": f"{tmp_path}/verls.py", "name": "Prompts"}, "data.train_files": "nowhere.bin"}
     check_train(train_config(keys))
@@ -255,15 +239,13 @@ def test_files_of_a_custom_dataset_are_its_own(
         check_train(train_config({**keys, "data.collate_fn": f"{tmp_path}/verls.py:Prompts"}))
 
 
-def test_max_samples_limits_rows(train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase) -> None:
+def test_max_samples_limits_rows(train_config, tokenizer):
     config = train_config({"data.train_max_samples": 16, "data.val_max_samples": 3, "data.shuffle": False})
     assert [indices(batch) for batch in prompt_loader(config, tokenizer)] == [[*range(8)], [*range(8, 16)]]
     assert [len(batch) for batch in validation_loader(config, tokenizer)] == [3]
 
 
-def test_the_context_of_model_and_engine_limits_prompts(
-    train_config: Callable[..., TrainConfig], tokenizer: PreTrainedTokenizerBase
-) -> None:
+def test_the_context_of_model_and_engine_limits_prompts(train_config, tokenizer):
     longest = max(len(row) for row in prompt_rows(train_config(), tokenizer))
     room = 512 - longest  # of the 512 positions of the task's model
     changes: dict[str, Any] = {"data.max_prompt_length": 500, "data.max_response_length": room}
@@ -276,6 +258,6 @@ def test_the_context_of_model_and_engine_limits_prompts(
         prompt_loader(train_config(changes), tokenizer)
 
 
-def prompt_rows(config: TrainConfig, tokenizer: PreTrainedTokenizerBase) -> list[list[int]]:
+def prompt_rows(config, tokenizer):
     dataset = prompt_loader(config, tokenizer).dataset
     return [dataset[item]["prompt_ids"] for item in range(len(dataset))]  # type: ignore[arg-type]

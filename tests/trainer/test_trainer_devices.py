@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import socket
-from typing import Any
 
 import pytest
 from support.expected_errors import raises
@@ -17,17 +16,17 @@ from megarl.trainer.roles.devices import check_dashboard, check_devices, resolve
 
 
 @pytest.fixture(autouse=True)
-def no_cluster(monkeypatch: pytest.MonkeyPatch) -> None:
+def no_cluster(monkeypatch):
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
 
 
-def run(**keys: Any) -> RunConfig:
+def run(**keys):
     return dataclasses.replace(RunConfig(experiment_name="x"), **keys)
 
 
 @pytest.mark.parametrize(("gpus", "device"), [(0, "cpu"), (2, "cuda")])
-def test_auto_is_cuda_if_the_cluster_has_a_gpu(gpus: int, device: str) -> None:
+def test_auto_is_cuda_if_the_cluster_has_a_gpu(gpus, device):
     nodes = [{"CPU": 4.0}, {"CPU": 4.0, "GPU": float(gpus)}]
     assert resolve_device("auto", nodes) == device and resolve_device("cpu", nodes) == "cpu"
 
@@ -44,21 +43,19 @@ def test_auto_is_cuda_if_the_cluster_has_a_gpu(gpus: int, device: str) -> None:
         (64, 8, {"nnodes": 2}, "ray.needs-cluster", ["2 nodes", "megarl launch", "RAY_ADDRESS"]),
     ],
 )
-def test_too_few_devices_are_an_error_with_a_remedy(
-    monkeypatch: pytest.MonkeyPatch, cpus: int, gpus: int, keys: dict[str, Any], code: str, named: list[str]
-) -> None:
+def test_too_few_devices_are_an_error_with_a_remedy(monkeypatch, cpus, gpus, keys, code, named):
     monkeypatch.setattr(devices, "local_node", lambda: {"CPU": float(cpus), "GPU": float(gpus)})
     with raises(code, "trainer.nnodes=", "trainer.n_gpus_per_node=8", *named, error=ConfigError):
         check_devices(run(n_gpus_per_node=8, **keys))
 
 
-def test_enough_devices_pass(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_enough_devices_pass(monkeypatch):
     monkeypatch.setattr(devices, "local_node", lambda: {"CPU": 8.0, "GPU": 8.0})
     check_devices(run(n_gpus_per_node=8, device="auto"))
     check_devices(run(n_gpus_per_node=8, device="cpu"))
 
 
-def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hidden_gpus_are_named(monkeypatch):
     monkeypatch.setattr(devices, "local_node", lambda: {"CPU": 8.0, "GPU": 1.0})
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "3")
     with raises("ray.too-few-gpus") as caught:
@@ -70,7 +67,7 @@ def test_hidden_gpus_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
     )
 
 
-def test_devices_of_a_cluster_are_not_those_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_devices_of_a_cluster_are_not_those_of_this_machine(monkeypatch):
     """The cluster is only probed: its devices are counted after the connection."""
     probed: list[str] = []
     monkeypatch.setattr(devices, "check_cluster_answers", probed.append)
@@ -80,14 +77,14 @@ def test_devices_of_a_cluster_are_not_those_of_this_machine(monkeypatch: pytest.
     assert probed == ["head:6379"]
 
 
-def test_a_dead_cluster_is_an_error(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dead_cluster_is_an_error(monkeypatch):
     with socket.create_server(("127.0.0.1", 0)) as server:
         monkeypatch.setenv("RAY_ADDRESS", f"127.0.0.1:{server.getsockname()[1]}")
     with raises("ray.no-cluster", "127.0.0.1:", error=ResourceError):
         check_devices(run())
 
 
-def test_a_dashboard_needs_its_packages_if_the_run_starts_ray(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_dashboard_needs_its_packages_if_the_run_starts_ray(monkeypatch):
     monkeypatch.setattr(devices, "dashboard_error", lambda: "No module named 'aiohttp_cors'")
     check_dashboard(run())
     with raises("ray.no-dashboard", "trainer.ray_dashboard=true", "'aiohttp_cors'", "ray[default]"):
@@ -96,7 +93,7 @@ def test_a_dashboard_needs_its_packages_if_the_run_starts_ray(monkeypatch: pytes
     check_dashboard(run(ray_dashboard=True))
 
 
-def test_roles_with_devices_of_their_own_need_devices_beside_the_trainers(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_roles_with_devices_of_their_own_need_devices_beside_the_trainers(monkeypatch):
     monkeypatch.setattr(devices, "local_node", lambda: {"CPU": 8.0, "GPU": 4.0})
     own = {"critic": OwnDevicesConfig(1, 1), "actor_rollout_ref.ref": OwnDevicesConfig(1, 1)}
     check_devices(run(n_gpus_per_node=2, device="cuda"), own)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import pytest
@@ -13,7 +11,7 @@ import torch
 from support.expected_errors import raises
 from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
-from megarl.config import GenerateConfig, SFTConfig
+from megarl.config import GenerateConfig
 from megarl.config.build import build
 from megarl.data.tokenizer_folder import load_tokenizer
 from megarl.trainer.jobs.generate import run as generate
@@ -25,18 +23,18 @@ QUESTION = "What is 1 + 2?"
 
 
 @pytest.fixture
-def folder(arithmetic: Path, tmp_path: Path) -> Path:
+def folder(arithmetic, tmp_path):
     return shutil.copytree(arithmetic / "model", tmp_path / "model")
 
 
-def name_end(folder: Path, token: int) -> None:
+def name_end(folder, token):
     """Name an end of a sequence in ``config.json``, and in no generation config."""
     config = json.loads((folder / "config.json").read_text(encoding="utf-8")) | {"eos_token_id": token}
     (folder / "config.json").write_text(json.dumps(config), encoding="utf-8")
     (folder / "generation_config.json").unlink(missing_ok=True)
 
 
-def test_a_disagreement_is_named_with_every_file_and_the_remedy(folder: Path) -> None:
+def test_a_disagreement_is_named_with_every_file_and_the_remedy(folder):
     tokenizer, warnings = load_tokenizer(str(folder)), list[str]()
     name_end(folder, tokenizer.eos_token_id)
     assert policy_end_tokens(str(folder), tokenizer, warnings.append) == (tokenizer.eos_token_id,) and not warnings
@@ -47,15 +45,13 @@ def test_a_disagreement_is_named_with_every_file_and_the_remedy(folder: Path) ->
         assert part in text
 
 
-def test_an_end_beyond_the_vocabulary_is_refused(folder: Path) -> None:
+def test_an_end_beyond_the_vocabulary_is_refused(folder):
     name_end(folder, 10**6)
     with raises("tokenizer.end-token-id", folder, 1000000, 267, "config.json", "tokenizer_path"):
         policy_end_tokens(str(folder), load_tokenizer(str(folder)), print)
 
 
-def test_generation_stops_at_the_token_that_the_tokenizer_alone_names(
-    folder: Path, tmp_path: Path, capfd: pytest.CaptureFixture[str]
-) -> None:
+def test_generation_stops_at_the_token_that_the_tokenizer_alone_names(folder, tmp_path, capfd):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     prompt = tokenizer.apply_chat_template(
         [{"role": "user", "content": QUESTION}], add_generation_prompt=True, return_tensors="pt", return_dict=True
@@ -80,9 +76,7 @@ def test_generation_stops_at_the_token_that_the_tokenizer_alone_names(
     assert "different ends of a sequence" in "".join(capfd.readouterr())
 
 
-def test_an_export_of_fine_tuning_names_the_token_that_was_trained(
-    folder: Path, sft_config: Callable[..., SFTConfig], tmp_path: Path
-) -> None:
+def test_an_export_of_fine_tuning_names_the_token_that_was_trained(folder, sft_config, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(folder)
     name_end(folder, 7)
     (tmp_path / "run").mkdir()

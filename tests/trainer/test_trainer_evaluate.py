@@ -1,11 +1,5 @@
 """Evaluation without processes: sampling description, early errors, and the best answers as SFT data."""
 
-from __future__ import annotations
-
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -13,7 +7,6 @@ import ray
 import torch
 from support.expected_errors import raises
 
-from megarl.config import EvaluateConfig
 from megarl.config.schema.jobs import BestAnswersConfig
 from megarl.data import DataProto, SFTDataset, attention_mask_of, pad_left, pad_right
 from megarl.data.tokenizer_folder import load_tokenizer
@@ -34,9 +27,7 @@ SAMPLED = {f"{ROLLOUT}.val_kwargs.n": 4, f"{ROLLOUT}.val_kwargs.temperature": 0.
         (SAMPLED, "step 0: 4 answers per prompt, temperature 0.7, top_p 1, top_k 20"),
     ],
 )
-def test_description_of_the_sampling(
-    evaluate_config: Callable[..., EvaluateConfig], changes: dict[str, Any], words: str, tmp_path: Path
-) -> None:
+def test_description_of_the_sampling(evaluate_config, changes, words, tmp_path):
     config = evaluate_config(changes)
     path = config.actor_rollout_ref.model.path
     assert FrozenPolicy(config, tmp_path).describe() == f"{path}, {words}"
@@ -55,12 +46,12 @@ def test_description_of_the_sampling(
     ],
 )
 def test_errors_come_before_any_process(
-    evaluate_config: Callable[..., EvaluateConfig],
-    changes: dict[str, Any],
-    code: str,
-    named: str,
-    tmp_path: Path,
-) -> None:
+    evaluate_config,
+    changes,
+    code,
+    named,
+    tmp_path,
+):
     config = evaluate_config(changes)
     with raises(code, named):
         check_early(config)
@@ -68,9 +59,7 @@ def test_errors_come_before_any_process(
     assert not ray.is_initialized() and not list(tmp_path.iterdir())
 
 
-def test_an_unknown_agent_loop_names_the_row(
-    evaluate_config: Callable[..., EvaluateConfig], arithmetic: Path, tmp_path: Path
-) -> None:
+def test_an_unknown_agent_loop_names_the_row(evaluate_config, arithmetic, tmp_path):
     rows = pq.read_table(arithmetic / "data" / "test.parquet").to_pylist()
     rows = [{**row, "agent_name": "nobody" if number == 3 else None} for number, row in enumerate(rows)]
     pq.write_table(pa.Table.from_pylist(rows), tmp_path / "named.parquet")
@@ -87,12 +76,12 @@ ANSWERS = {
 
 
 @pytest.fixture
-def tokenizer(arithmetic: Path):
+def tokenizer(arithmetic):
     return load_tokenizer(str(arithmetic / "model"))
 
 
 @pytest.fixture
-def batch(tokenizer) -> DataProto:
+def batch(tokenizer):
     """Three answers to each of three prompts; in the first answer to the first, a tool wrote the first token."""
     rows = [(prompt, text, score) for prompt, group in ANSWERS.items() for text, score in group]
     ids = [tokenizer.encode(text, add_special_tokens=False) for _, text, _ in rows]
@@ -120,7 +109,7 @@ def batch(tokenizer) -> DataProto:
     return DataProto.from_dict(tensors, others)
 
 
-def test_complete_good_answers_become_sft_data(tokenizer, batch: DataProto, tmp_path: Path) -> None:
+def test_complete_good_answers_become_sft_data(tokenizer, batch, tmp_path):
     file = tmp_path / "new" / "best.parquet"
     best = BestAnswers(BestAnswersConfig(str(file), keep=2, min_score=0.4), tokenizer)
     best.add(batch[:3])
@@ -137,7 +126,7 @@ def test_complete_good_answers_become_sft_data(tokenizer, batch: DataProto, tmp_
     assert learned[0]["response_mask"][0] == 0 and learned[1]["response_mask"][0] == 1
 
 
-def test_no_good_answer_is_an_error(tokenizer, batch: DataProto, tmp_path: Path) -> None:
+def test_no_good_answer_is_an_error(tokenizer, batch, tmp_path):
     best = BestAnswers(BestAnswersConfig(str(tmp_path / "best.parquet"), min_score=2.0), tokenizer)
     best.add(batch)
     with raises("data.no-best-answer", best.config.file, "3 prompts", "best_answers.min_score=2.0"):

@@ -1,9 +1,6 @@
 """A stray file of a file system or desktop harms no checkpoint; other foreign files and hostile manifests do."""
 
-from __future__ import annotations
-
 import logging
-from pathlib import Path
 
 import pytest
 from support.expected_errors import raises
@@ -13,7 +10,7 @@ from megarl.trainer.state.checkpoint_store import CheckpointStore
 
 
 @pytest.fixture
-def checkpoint(tmp_path: Path) -> Path:
+def checkpoint(tmp_path):
     with CheckpointStore(tmp_path).saving(4) as folder:
         (folder / "actor").mkdir()
         (folder / "actor" / "data").write_bytes(b"x" * 100)
@@ -26,9 +23,7 @@ def checkpoint(tmp_path: Path) -> Path:
 @pytest.mark.parametrize(
     "name", [".nfs0000000000a1b2c300000001", ".DS_Store", "Thumbs.db", "._data", "desktop.ini", ".fuse_hidden00ab"]
 )
-def test_a_file_of_a_file_system_or_desktop_is_ignored(
-    checkpoint: Path, name: str, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_file_of_a_file_system_or_desktop_is_ignored(checkpoint, name, caplog):
     (checkpoint / "actor" / name).write_text("", encoding="utf-8")
     with caplog.at_level(logging.WARNING):
         CheckpointStore(checkpoint.parent).verify(checkpoint, ["actor"])
@@ -37,7 +32,7 @@ def test_a_file_of_a_file_system_or_desktop_is_ignored(
 
 
 @pytest.mark.parametrize("name", [".nfs-not-hexadecimal", "DS_Store", "weights.pt", "._", "Thumbs.db.pt"])
-def test_any_other_file_is_named(checkpoint: Path, name: str) -> None:
+def test_any_other_file_is_named(checkpoint, name):
     (checkpoint / "actor" / name).write_text("", encoding="utf-8")
     with raises("checkpoint.corrupt-file", f"actor/{name}"):
         CheckpointStore(checkpoint.parent).verify(checkpoint)
@@ -51,7 +46,7 @@ def test_any_other_file_is_named(checkpoint: Path, name: str) -> None:
         ('{"format": 1, "step": 1e999}', "checkpoint.malformed-manifest"),
     ],
 )
-def test_a_hostile_manifest_is_an_ordinary_error(checkpoint: Path, text: str, code: str) -> None:
+def test_a_hostile_manifest_is_an_ordinary_error(checkpoint, text, code):
     (checkpoint / MANIFEST).write_text(text, encoding="utf-8")
     with raises(code, MANIFEST):
         CheckpointStore(checkpoint.parent).verify(checkpoint)

@@ -4,8 +4,6 @@ from __future__ import annotations
 
 import json
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 import torch
@@ -22,7 +20,7 @@ STEP = 30
 
 
 @pytest.fixture
-def run_folder(arithmetic: Path, tmp_path: Path) -> Path:
+def run_folder(arithmetic, tmp_path):
     """A run's folder with an actor's checkpoint, saved as a run does."""
     store = CheckpointStore(tmp_path / "run" / "checkpoints")
     for step in (20, STEP):
@@ -31,18 +29,18 @@ def run_folder(arithmetic: Path, tmp_path: Path) -> Path:
     return tmp_path / "run"
 
 
-def converted(path: Path, folder: Path, message: Callable[[str], None] = pytest.fail) -> Path:
+def converted(path, folder, message=pytest.fail):
     model = find_model(str(path))
     target = model.hugging_face_folder(folder)
     model.convert(target, message)
     return target
 
 
-def weights_of(folder: Path) -> dict[str, torch.Tensor]:
+def weights_of(folder):
     return {name: tensor for file in folder.glob("*.safetensors") for name, tensor in load_file(file).items()}
 
 
-def test_a_hugging_face_folder_is_used_directly(arithmetic: Path, tmp_path: Path) -> None:
+def test_a_hugging_face_folder_is_used_directly(arithmetic, tmp_path):
     model = find_model(str(arithmetic / "model"))
     assert (model.source.kind, model.step, model.tokenizer_folder) == (HUGGING_FACE, 0, arithmetic / "model")
     assert converted(arithmetic / "model", tmp_path / "converted") == arithmetic / "model"
@@ -54,18 +52,18 @@ def test_a_hugging_face_folder_is_used_directly(arithmetic: Path, tmp_path: Path
     ["", "latest", "checkpoints", "checkpoints/latest", f"checkpoints/global_step_{STEP}",
      f"checkpoints/global_step_{STEP}/actor"],
 )  # fmt: skip
-def test_all_paths_to_a_checkpoint(run_folder: Path, path: str) -> None:
+def test_all_paths_to_a_checkpoint(run_folder, path):
     model = find_model(str(run_folder / path))
     assert model.source.path == run_folder / "checkpoints" / f"global_step_{STEP}" / "actor"
     assert model.step == STEP and model.config.architecture == "Qwen2ForCausalLM"
     assert (model.tokenizer_folder / "tokenizer_config.json").is_file()
 
 
-def test_an_older_checkpoint_by_path(run_folder: Path) -> None:
+def test_an_older_checkpoint_by_path(run_folder):
     assert find_model(str(run_folder / "checkpoints" / "global_step_20")).step == 20
 
 
-def test_a_checkpoint_is_converted_once_bit_for_bit(run_folder: Path, arithmetic: Path, tmp_path: Path) -> None:
+def test_a_checkpoint_is_converted_once_bit_for_bit(run_folder, arithmetic, tmp_path):
     messages: list[str] = []
     folders = [
         converted(path, tmp_path / "converted", messages.append)
@@ -78,7 +76,7 @@ def test_a_checkpoint_is_converted_once_bit_for_bit(run_folder: Path, arithmetic
     assert all(torch.equal(tensor, found[name]) for name, tensor in expected.items())
 
 
-def test_an_export_next_to_a_checkpoint_is_used_directly(run_folder: Path, arithmetic: Path, tmp_path: Path) -> None:
+def test_an_export_next_to_a_checkpoint_is_used_directly(run_folder, arithmetic, tmp_path):
     export = run_folder / "checkpoints" / f"global_step_{STEP}" / "actor" / "huggingface"
     shutil.copyfile(arithmetic / "model" / "model.safetensors", export / "model.safetensors")
     (run_folder / "checkpoints" / f"global_step_{STEP}" / "manifest.json").unlink()
@@ -86,7 +84,7 @@ def test_an_export_next_to_a_checkpoint_is_used_directly(run_folder: Path, arith
     assert converted(run_folder, tmp_path / "converted") == export
 
 
-def make_critic(folder: Path, arithmetic: Path) -> Path:
+def make_critic(folder, arithmetic):
     """The model with a scalar head in place of its output layer."""
     from safetensors.torch import save_file
 
@@ -100,13 +98,13 @@ def make_critic(folder: Path, arithmetic: Path) -> Path:
     return folder
 
 
-def altered(run: Path, arithmetic: Path) -> Path:
+def altered(run, arithmetic):
     (largest,) = sorted((run / "checkpoints" / f"global_step_{STEP}" / "actor").glob("*.distcp"))[-1:]
     largest.write_bytes(largest.read_bytes() + b"x")
     return run
 
 
-def critic_of_a_run(run: Path, arithmetic: Path) -> Path:
+def critic_of_a_run(run, arithmetic):
     folder = make_critic(run / "value_model", arithmetic)
     convert(open_source(folder), run / "global_step_9" / "critic", MEGARL, ConversionOptions())
     return run / "global_step_9"
@@ -124,9 +122,7 @@ def critic_of_a_run(run: Path, arithmetic: Path) -> Path:
     ],
     ids=["nowhere", "no pointer", "a file", "altered", "checkpoint of a critic", "folder of a critic"],
 )
-def test_invalid_models_are_errors(
-    break_it: Callable[[Path, Path], Path], code: str, named: str, run_folder: Path, arithmetic: Path
-) -> None:
+def test_invalid_models_are_errors(break_it, code, named, run_folder, arithmetic):
     path = break_it(run_folder, arithmetic)
     with raises(code, f"actor_rollout_ref.model.path={path}: ", named):
         find_model(str(path))

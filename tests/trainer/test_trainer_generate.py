@@ -1,11 +1,8 @@
 """Generation without processes: prompts, output files and early errors."""
 
-from __future__ import annotations
-
 import io
 import json
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -25,8 +22,8 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture
-def config(arithmetic: Path, tmp_path: Path) -> Any:
-    def make(**data: Any) -> GenerateConfig:
+def config(arithmetic, tmp_path):
+    def make(**data):
         rollout = data.pop("rollout", {})
         values = {
             "data": {"prompts": ["What is 1 + 2?"], "max_prompt_length": 32, "max_response_length": 6, **data},
@@ -38,19 +35,19 @@ def config(arithmetic: Path, tmp_path: Path) -> Any:
     return make
 
 
-def test_prompts_are_written_to_a_file(tmp_path: Path) -> None:
+def test_prompts_are_written_to_a_file(tmp_path):
     (file,) = prompt_files(["Why?", "Où?"], tmp_path / "prompts.jsonl")
     rows = [json.loads(line) for line in Path(file).read_text(encoding="utf-8").splitlines()]
     assert rows == [{"prompt": [{"role": "user", "content": text}]} for text in ("Why?", "Où?")]
     assert prompt_files([], tmp_path / "none.jsonl") == [] and not (tmp_path / "none.jsonl").exists()
 
 
-def test_a_prompt_is_printed_on_one_line() -> None:
+def test_a_prompt_is_printed_on_one_line():
     row = {"prompt": [{"role": "user", "content": "What is\n1 + 2?"}], "responses": ["\n3\r", None, "three\n\nor 3"]}
     assert answers_line(row) == "What is 1 + 2?  ->  3 | None | three or 3"
 
 
-def test_standard_input_lines_become_prompts(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_standard_input_lines_become_prompts(tmp_path, monkeypatch):
     monkeypatch.setattr("sys.stdin", io.StringIO("one\n\n  two  \n"))
     (file,) = prompt_files(["-"], tmp_path / "prompts.jsonl")
     assert [
@@ -60,7 +57,7 @@ def test_standard_input_lines_become_prompts(tmp_path: Path, monkeypatch: pytest
         prompt_files(["-"], tmp_path / "prompts.jsonl")
 
 
-def test_rows_need_only_a_prompt_and_keep_all_columns(config: Any, arithmetic: Path, tmp_path: Path) -> None:
+def test_rows_need_only_a_prompt_and_keep_all_columns(config, arithmetic, tmp_path):
     tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
     rows = [{"prompt": [{"role": "user", "content": "What is 1 + 2?"}], "level": 3}]
     rows += [{"prompt": [{"role": "user", "content": "What is 3 + 4?"}], "level": 5}]
@@ -80,7 +77,7 @@ def test_rows_need_only_a_prompt_and_keep_all_columns(config: Any, arithmetic: P
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])
-def test_answers_are_written_atomically(tmp_path: Path, suffix: str) -> None:
+def test_answers_are_written_atomically(tmp_path, suffix):
     rows = [{"prompt": [{"role": "user", "content": "ü?"}], "responses": ["1", None]}]
     target = tmp_path / "new" / f"answers.{suffix}"
     write_answers(target, rows)
@@ -97,15 +94,13 @@ def test_answers_are_written_atomically(tmp_path: Path, suffix: str) -> None:
         ({"rollout": {"agent": {"default_agent_loop": "nobody"}}}, "config.unknown-name", "nobody"),
     ],
 )
-def test_errors_come_before_any_process(
-    config: Any, changes: dict[str, Any], code: str, named: str, tmp_path: Path
-) -> None:
+def test_errors_come_before_any_process(config, changes, code, named, tmp_path):
     with raises(code, named):
         run(config(**changes), tmp_path)
     assert not ray.is_initialized()
 
 
-def test_a_missing_model_is_named(config: Any, tmp_path: Path) -> None:
+def test_a_missing_model_is_named(config, tmp_path):
     wrong = with_values(config(), {"actor_rollout_ref.model.path": "/nowhere"})
     with raises("convert.no-folder", "actor_rollout_ref.model.path=/nowhere"):
         run(wrong, tmp_path)

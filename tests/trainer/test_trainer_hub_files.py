@@ -8,16 +8,13 @@ import os
 import subprocess
 import sys
 import threading
-from collections.abc import Callable, Iterator
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.expected_errors import raises
 
 from megarl.base.hub_names import is_data_url, is_model_name
-from megarl.config import TrainConfig
 from megarl.trainer.jobs.hub_files import download_data, with_hub_files
 
 COMMIT = "0123456789abcdef0123456789abcdef01234567"
@@ -44,16 +41,16 @@ FILES: dict[str, dict[str, bytes]] = {
 class Hub(BaseHTTPRequestHandler):
     """The Hub's addresses for the files of a repository."""
 
-    def do_HEAD(self) -> None:
+    def do_HEAD(self):
         self._answer(body=False)
 
-    def do_GET(self) -> None:
+    def do_GET(self):
         self._answer(body=True)
 
-    def log_message(self, *_: Any) -> None:
+    def log_message(self, *_):
         """Stay silent."""
 
-    def _answer(self, *, body: bool) -> None:
+    def _answer(self, *, body):
         parts = self.path.split("?")[0].strip("/").split("/")
         if parts[0] == "api":
             repository = "/".join(parts[1:4])
@@ -73,7 +70,7 @@ class Hub(BaseHTTPRequestHandler):
         headers = {"ETag": f'"{hashlib.sha1(content).hexdigest()}"', "X-Repo-Commit": COMMIT}
         return self._send(200, content, headers, body)
 
-    def _send(self, code: int, content: bytes, headers: dict[str, str], body: bool) -> None:
+    def _send(self, code, content, headers, body):
         self.send_response(code)
         for name, value in {"Content-Length": str(len(content)), **headers}.items():
             self.send_header(name, value)
@@ -83,7 +80,7 @@ class Hub(BaseHTTPRequestHandler):
 
 
 @pytest.fixture(scope="module")
-def endpoint() -> Iterator[str]:
+def endpoint():
     server = ThreadingHTTPServer(("127.0.0.1", 0), Hub)
     threading.Thread(target=server.serve_forever, daemon=True).start()
     yield f"http://127.0.0.1:{server.server_port}"
@@ -98,14 +95,14 @@ VALUES = {
 KEYS = ("actor_rollout_ref.model.path", "actor_rollout_ref.model.tokenizer_path", "data.train_files")
 
 
-def resolve(folder: Path, values: dict[str, Any], **environment: str) -> subprocess.CompletedProcess[str]:
+def resolve(folder, values, **environment):
     environ = {**os.environ, "HF_HOME": str(folder), "HF_HUB_DISABLE_PROGRESS_BARS": "1", **environment}
     environ.pop("HF_HUB_OFFLINE", None) if "HF_HUB_OFFLINE" not in environment else None
     command = [sys.executable, "-c", RESOLVE, json.dumps(values), *KEYS]
     return subprocess.run(command, env=environ, capture_output=True, text=True, timeout=120, check=False)
 
 
-def test_download_then_cache(endpoint: str, tmp_path: Path) -> None:
+def test_download_then_cache(endpoint, tmp_path):
     first = resolve(tmp_path, VALUES, HF_ENDPOINT=endpoint)
     assert first.returncode == 0, first.stderr
     model, tokenizer, files = json.loads(first.stdout)
@@ -125,9 +122,7 @@ def test_download_then_cache(endpoint: str, tmp_path: Path) -> None:
         ({}, {"actor_rollout_ref": {"model": {"path": "own/missing"}}}, "(RepositoryNotFoundError"),
     ],
 )
-def test_a_model_that_cannot_be_had_is_named(
-    endpoint: str, tmp_path: Path, environment: dict[str, str], changes: dict[str, Any], named: str
-) -> None:
+def test_a_model_that_cannot_be_had_is_named(endpoint, tmp_path, environment, changes, named):
     values = VALUES | changes
     result = resolve(tmp_path, values, **{"HF_ENDPOINT": endpoint, **environment})
     name = values["actor_rollout_ref"]["model"]["path"]
@@ -135,12 +130,12 @@ def test_a_model_that_cannot_be_had_is_named(
     assert named in result.stderr and result.stderr.endswith("[hub.download-failed]\n")
 
 
-def test_nothing_is_downloaded_if_the_hub_is_off(train_config: Callable[..., TrainConfig]) -> None:
+def test_nothing_is_downloaded_if_the_hub_is_off(train_config):
     config = train_config({"actor_rollout_ref.model.path": "own/tiny", "hub.enable": False})
     assert with_hub_files(config, lambda line: pytest.fail(line)) is config
 
 
-def test_local_paths_are_no_names_of_the_hub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_local_paths_are_no_names_of_the_hub(tmp_path, monkeypatch):
     (tmp_path / "own" / "tiny").mkdir(parents=True)
     assert is_model_name("own/tiny") and is_model_name("own/tiny@v1.0")
     monkeypatch.chdir(tmp_path)

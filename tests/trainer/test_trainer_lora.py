@@ -1,9 +1,6 @@
 """Low-rank adapters in supervised jobs, and a policy that continues from saved adapters."""
 
-from __future__ import annotations
-
 import math
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +10,6 @@ from support.arithmetic_task import RUN
 from support.dotted_keys import set_keys
 from support.expected_errors import raises
 
-from megarl.config import RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.build import build
 from megarl.config.schema.jobs import PreferenceConfig
 from megarl.convert.command import main as convert
@@ -29,9 +25,7 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 RANK = 4
 
 
-def test_a_policy_continues_from_the_adapters_of_fine_tuning(
-    sft_config: Callable[..., SFTConfig], train_config: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
+def test_a_policy_continues_from_the_adapters_of_fine_tuning(sft_config, train_config, tmp_path):
     """SFT's loss falls by adapters alone; RL starts from them, and the KL to them is 0 in the first step."""
     checkpoints, adapters = tmp_path / "checkpoints", tmp_path / "adapters"
     model = {"model.lora_rank": RANK, "model.lora_alpha": 8, "model.lora.type": "dora"}
@@ -69,9 +63,7 @@ def test_a_policy_continues_from_the_adapters_of_fine_tuning(
         check_learners(wrong)
 
 
-def test_a_reward_model_trains_adapters_and_its_head(
-    pair_config: Callable[..., RewardTrainingConfig], tmp_path: Path
-) -> None:
+def test_a_reward_model_trains_adapters_and_its_head(pair_config, tmp_path):
     """The export is the base model plus matrices of the adapters' rank."""
     changes = {
         "model.lora_rank": RANK,
@@ -106,17 +98,13 @@ def test_a_reward_model_trains_adapters_and_its_head(
         ({"lora_adapter_path": "/nowhere"}, "adapter.missing-file", "lora_adapter_path=/nowhere: "),
     ],
 )
-def test_wrong_adapters_are_rejected_before_any_process_starts(
-    train_config: Callable[..., TrainConfig], changes: dict[str, object], code: str, named: str
-) -> None:
+def test_wrong_adapters_are_rejected_before_any_process_starts(train_config, changes, code, named):
     keys = {"actor_rollout_ref.model.lora_rank": 4} | {f"actor_rollout_ref.model.{k}": v for k, v in changes.items()}
     with raises(code, f"actor_rollout_ref.model.{named}"):
         check_learners(train_config(keys))
 
 
-def test_preference_optimization_has_the_base_as_reference(
-    pair_config: Callable[..., RewardTrainingConfig], tmp_path: Path
-) -> None:
+def test_preference_optimization_has_the_base_as_reference(pair_config, tmp_path):
     """DPO's loss is log 2 while policy and reference are the same model."""
     pairs = pair_config()
     values = {

@@ -1,7 +1,5 @@
 """Metrics of a batch, worked out by hand."""
 
-from __future__ import annotations
-
 import math
 import statistics
 
@@ -19,7 +17,7 @@ from megarl.trainer.phases.validation import CONVERSATION_METRICS, conversation_
 from megarl.workers.row_math import GENERATED_TOKENS, summary
 
 
-def batch(**more: torch.Tensor) -> DataProto:
+def batch(**more):
     """Three rows with prompts of 2, 1, 3 tokens and responses of 3, 1, 2, of which the last is masked."""
     return DataProto.from_dict(
         {
@@ -36,7 +34,7 @@ def batch(**more: torch.Tensor) -> DataProto:
     )
 
 
-def test_batch_metrics() -> None:
+def test_batch_metrics():
     """A limit ended one response; another one has the maximum length."""
     scored = batch().with_columns({}, {"finish_reason": ["stop", "turns", "error"]})
     metrics = batch_metrics(scored, max_prompt_length=3, max_response_length=3)
@@ -67,7 +65,7 @@ def test_batch_metrics() -> None:
     )
 
 
-def test_spread_within_groups() -> None:
+def test_spread_within_groups():
     """Scores of TRL's ``reward_std``: ``rewards.view(-1, n).std(dim=1).mean()``; b's rows vary, a's and d's do not."""
     scores = {"a": [1.0, 1.0, 1.0], "b": [0.0, 1.0, 0.5], "c": [3.0], "d": [0.1, 0.1]}
     rows = [(name, score) for name, of_name in scores.items() for score in of_name]
@@ -82,7 +80,7 @@ def test_spread_within_groups() -> None:
     assert group_spread(torch.empty(0), np.array([], dtype=object)) == {}
 
 
-def test_spread_counts_rows_with_a_trained_token() -> None:
+def test_spread_counts_rows_with_a_trained_token():
     """The third row is masked: its score of 9 is in no group."""
     grouped = batch().with_columns({}, {"uid": np.array(["0", "0", "0"], dtype=object)})
     metrics = batch_metrics(grouped, 3, 3)
@@ -90,24 +88,24 @@ def test_spread_counts_rows_with_a_trained_token() -> None:
     assert metrics["critic/score/zero_variance_fraction"] == 0.0
 
 
-def test_values_are_reported_with_a_critic() -> None:
+def test_values_are_reported_with_a_critic():
     values = torch.tensor([[1.0, 9.0, 2.0], [6.0, 9.0, 9.0], [9.0, 9.0, 9.0]])
     metrics = batch_metrics(batch(values=values), 3, 3)
     assert [metrics[f"critic/values/{name}"] for name in ("mean", "max", "min")] == [3.0, 6.0, 1.0]
 
 
-def test_an_empty_tensor_has_no_metrics() -> None:
+def test_an_empty_tensor_has_no_metrics():
     assert summary("x", torch.empty(0)) == {}
     nothing = batch().with_columns({"response_mask": torch.zeros(3, 3, dtype=torch.int64)}, {})
     assert not [name for name in batch_metrics(nothing, 3, 3) if name.startswith("critic/")]
 
 
-def mismatch(given: DataProto) -> dict[str, float]:
+def mismatch(given):
     metrics = batch_metrics(given, 3, 3, compare_log_probs=True)
     return {name: value for name, value in metrics.items() if name.startswith(("training/", "rollout_corr/"))}
 
 
-def test_rollout_mismatch_metrics() -> None:
+def test_rollout_mismatch_metrics():
     rollout = torch.tensor([[0.5, 0.9, 0.25], [0.1, 0.9, 0.9], [0.9, 0.9, 0.9]]).log()
     actor = torch.tensor([[0.4, 0.1, 0.25], [0.4, 0.1, 0.1], [0.1, 0.1, 0.1]]).log()
     given = batch(rollout_log_probs=rollout, old_log_probs=actor)
@@ -131,7 +129,7 @@ def test_rollout_mismatch_metrics() -> None:
     assert mismatch(batch()) == {}
 
 
-def test_phase_tokens_and_throughput() -> None:
+def test_phase_tokens_and_throughput():
     assert phase_tokens(batch(), ["gen", "update_actor"]) == {"gen": 6, "update_actor": 12}
     seconds = {"step": 4.0, "gen": 2.0, "update_actor": 1.0, "update_critic": 0.5}
     metrics = throughput_metrics(batch(), batch(), seconds, num_devices=2)
@@ -147,7 +145,7 @@ def test_phase_tokens_and_throughput() -> None:
     assert "perf/update_tokens_per_s" not in without_update
 
 
-def test_updates_count_the_rows_that_they_train() -> None:
+def test_updates_count_the_rows_that_they_train():
     """PF-PPO may draw the longest row (3 + 2 tokens), or any other, several times."""
     trained = batch()[[0, 0, 2]]
     assert phase_tokens(batch(), ["gen", "adv", "update_actor", "update_critic"], trained) == {
@@ -161,7 +159,7 @@ def test_updates_count_the_rows_that_they_train() -> None:
     assert metrics["perf/update_tokens_per_s"] == 10.0 and metrics["perf/total_num_tokens"] == 12.0
 
 
-def test_tool_tokens_are_neither_generated_nor_compared() -> None:
+def test_tool_tokens_are_neither_generated_nor_compared():
     """Trained on or not (without ``state_masking`` it is): the engine has no log-prob of it."""
     given = batch(
         generated_mask=torch.tensor([[1, 0, 1], [1, 0, 0], [1, 1, 0]]),
@@ -174,7 +172,7 @@ def test_tool_tokens_are_neither_generated_nor_compared() -> None:
     assert phase_tokens(given, ["gen", "adv"]) == {"gen": 5, "adv": 12}
 
 
-def test_conversation_metrics_are_averaged_by_rows() -> None:
+def test_conversation_metrics_are_averaged_by_rows():
     batches = [
         {"env/finish_ratio": 1.0, "num_turns/mean": 9.0},
         {"env/finish_ratio": 0.0, "tool_call_counts/mean": 2.0},
@@ -188,7 +186,7 @@ def test_conversation_metrics_are_averaged_by_rows() -> None:
     assert len(complete) == len(CONVERSATION_METRICS) and undocumented(complete) == []
 
 
-def test_metrics_declare_their_reduction() -> None:
+def test_metrics_declare_their_reduction():
     """Two parts of a step: counts add up, extremes stay extremes, and others are means over the rows."""
     first = summary("x", torch.tensor([1.0, 3.0])) | quality_metrics(num_failed=1)
     second = summary("x", torch.tensor([0.0])) | quality_metrics(num_failed=2)
@@ -201,14 +199,14 @@ def test_metrics_declare_their_reduction() -> None:
     assert combined["ref_quality/left_out"] == 3.0 and combined["ref_quality/weight"] == 0.5
 
 
-def quality_metrics(num_failed: int) -> dict[str, float]:
+def quality_metrics(num_failed):
     """Metrics of the blend with the reference's quality: three rows, some without a score."""
     counted = torch.arange(3) >= num_failed
     facts = {"quality": torch.ones(3), "quality_change": torch.ones(3), "counted": counted}
     return _quality_metrics(facts, 0.5)
 
 
-def test_a_step_joins_its_scored_rows_and_its_trained_rows() -> None:
+def test_a_step_joins_its_scored_rows_and_its_trained_rows():
     """PF-PPO trains other rows of a batch than those that were scored; metrics of the updates count the former."""
     step = TrainedBatches()
     for tokens, rows, loss in ((6, [0, 0, 2], 1.0), (7, [1, 1, 1], 2.0)):

@@ -9,7 +9,7 @@ import pytest
 import torch
 from support.expected_errors import raises
 
-from megarl.cluster.calls import PendingCall, completed_call
+from megarl.cluster.calls import completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
 from megarl.trainer.phases.model_passes import ModelPass, TeacherPhase, simultaneous_passes, verb_pass
@@ -20,24 +20,24 @@ from megarl.trainer.roles.worker_groups import pending_device_bytes
 class Group:
     """A worker group whose calls are complete at once."""
 
-    def __init__(self, pool: Any, pending: list[int]) -> None:
+    def __init__(self, pool, pending):
         self.pool, self.pending = pool, pending
 
-    def submit(self, verb: str, *args: Any) -> Any:
+    def submit(self, verb, *args):
         return completed_call(self.pending if verb == "pending_device_bytes" else (verb, *args))
 
 
 class Pool:
     """Devices without a Ray."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.processes = object()
 
 
-def test_roles_on_separate_devices_run_at_the_same_time() -> None:
+def test_roles_on_separate_devices_run_at_the_same_time():
     shared, apart, third = Pool(), Pool(), Pool()
 
-    def groups(**devices: Any) -> list[list[str]]:
+    def groups(**devices):
         passes = [ModelPass(name, used, lambda batch, metrics: completed_call(None)) for name, used in devices.items()]
         return [[one.name for one in group] for group in simultaneous_passes(passes)]
 
@@ -47,14 +47,14 @@ def test_roles_on_separate_devices_run_at_the_same_time() -> None:
     assert groups(old=(), teacher=(shared, apart), values=(apart,)) == [["old", "teacher"], ["values"]]
 
 
-def test_a_pass_runs_a_verb_of_its_group_on_the_batch() -> None:
+def test_a_pass_runs_a_verb_of_its_group_on_the_batch():
     group: Any = Group(Pool(), [])
     one = verb_pass("values", group, "compute_values", first_step=3)
     assert (one.name, one.devices, one.first_step) == ("values", (group.pool,), 3)
     assert one.submit("rows", {}).result() == ("compute_values", "rows")  # type: ignore[arg-type]
 
 
-def test_engines_leave_room_for_the_roles_on_their_devices() -> None:
+def test_engines_leave_room_for_the_roles_on_their_devices():
     """The fullest rank of each role, 3 and 20 bytes; the critic has devices of its own."""
     shared, apart = Pool(), Pool()
     actor, reference, critic = Group(shared, [3, 1]), Group(shared, [20]), Group(apart, [100, 100])
@@ -62,7 +62,7 @@ def test_engines_leave_room_for_the_roles_on_their_devices() -> None:
     assert pending_device_bytes(Pool(), [actor, critic]) is None  # type: ignore[list-item,arg-type]
 
 
-def test_processes_of_all_pools_are_watched_together() -> None:
+def test_processes_of_all_pools_are_watched_together():
     trainer, critic = Pool(), Pool()
     pools = JobPools(trainer, {"critic": critic})  # type: ignore[arg-type, dict-item]
     assert pools.of("critic") is critic and pools.of("reward_model") is trainer
@@ -72,18 +72,18 @@ def test_processes_of_all_pools_are_watched_together() -> None:
 class Grader:
     """A teacher whose log-prob is a number plus the token; its data-parallel ranks need a whole number of rows each."""
 
-    def __init__(self, offset: float, dp: int = 1) -> None:
+    def __init__(self, offset, dp=1):
         self.offset = offset
         self.layout = ParallelLayout(dp=dp)
         self.seen: list[int] = []
 
-    def submit(self, verb: str, batch: DataProto) -> PendingCall:
+    def submit(self, verb, batch):
         assert verb == "compute_teacher_log_prob" and len(batch) % self.layout.dp == 0
         self.seen = batch.tensors["responses"][:, 0].tolist()
         return completed_call(DataProto.from_dict({"teacher_log_prob": batch.tensors["responses"] + self.offset}))
 
 
-def batch(sources: list[str] | None) -> DataProto:
+def batch(sources):
     count = 5
     columns = {
         "prompts": torch.ones(count, 2, dtype=torch.int64),
@@ -93,7 +93,7 @@ def batch(sources: list[str] | None) -> DataProto:
     return DataProto.from_dict(columns, {"data_source": np.array(sources, dtype=object)} if sources else {})
 
 
-def test_rows_are_routed_by_data_source() -> None:
+def test_rows_are_routed_by_data_source():
     teachers = {"math": Grader(0.25, dp=2), "code": Grader(0.5), "idle": Grader(0.75)}
     metrics: dict[str, float] = {}
     rows = batch(["math", "code", "math", "math", "code"])
@@ -104,7 +104,7 @@ def test_rows_are_routed_by_data_source() -> None:
     assert metrics == {"distillation/rows/math": 3.0, "distillation/rows/code": 2.0, "distillation/rows/idle": 0.0}
 
 
-def test_a_single_teacher_grades_every_row() -> None:
+def test_a_single_teacher_grades_every_row():
     graded = TeacherPhase({"any": Grader(0.5, dp=2)}, "data_source").submit(batch(None), {}).result()
     assert graded.tensors["teacher_log_prob"][:, 0].tolist() == [10.5, 11.5, 12.5, 13.5, 14.5]
 
@@ -116,7 +116,7 @@ def test_a_single_teacher_grades_every_row() -> None:
         (None, "teacher.no-key-column", ""),
     ],
 )
-def test_a_row_without_teacher_is_an_error(sources: list[str] | None, code: str, named: str) -> None:
+def test_a_row_without_teacher_is_an_error(sources, code, named):
     phase = TeacherPhase({"math": Grader(0.0), "code": Grader(0.0)}, "data_source")
     with raises(code, "distillation.teacher_key=data_source", named, "math, code"):
         phase.submit(batch(sources), {})

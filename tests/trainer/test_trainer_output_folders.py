@@ -1,14 +1,11 @@
 """Folders with the work of another run are rejected before any process starts."""
 
-from __future__ import annotations
-
 from collections.abc import Callable
-from pathlib import Path
 
 import pytest
 from support.expected_errors import raises
 
-from megarl.config import EvaluateConfig, GenerateConfig, SFTConfig, TrainConfig, build
+from megarl.config import EvaluateConfig, GenerateConfig, TrainConfig, build
 from megarl.config.outputs import may_save
 from megarl.trainer.jobs.output_folders import check_output_files, check_output_folders, claim_response_folders
 from megarl.trainer.state.checkpoint_store import CheckpointStore
@@ -17,7 +14,7 @@ Config = Callable[..., TrainConfig]
 
 
 @pytest.fixture
-def folders(tmp_path: Path) -> dict[str, object]:
+def folders(tmp_path):
     """Overrides of a run that saves and exports."""
     return {
         "trainer.save_freq": 1,
@@ -26,20 +23,20 @@ def folders(tmp_path: Path) -> dict[str, object]:
     }
 
 
-def save(root: Path, step: int, run_id: str | None) -> Path:
+def save(root, step, run_id):
     with CheckpointStore(root, None, run_id).saving(step):
         pass
     return root / f"global_step_{step}"
 
 
-def export(folder: Path, run_id: str | None) -> None:
+def export(folder, run_id):
     folder.mkdir()
     (folder / "config.json").write_text("{}", encoding="utf-8")
     if run_id is not None:
         (folder / "run_id").write_text(run_id, encoding="utf-8")
 
 
-def test_a_new_run_accepts_absent_and_empty_folders(train_config: Config, folders: dict, tmp_path: Path) -> None:
+def test_a_new_run_accepts_absent_and_empty_folders(train_config, folders, tmp_path):
     config = train_config(folders)
     check_output_folders(config, None)
     (tmp_path / "checkpoints").mkdir()
@@ -47,7 +44,7 @@ def test_a_new_run_accepts_absent_and_empty_folders(train_config: Config, folder
     check_output_folders(config, None)
 
 
-def test_a_new_run_is_rejected_with_the_alternatives(train_config: Config, folders: dict, tmp_path: Path) -> None:
+def test_a_new_run_is_rejected_with_the_alternatives(train_config, folders, tmp_path):
     save(tmp_path / "checkpoints", 20, "other"), save(tmp_path / "checkpoints", 40, "other")
     export(tmp_path / "export", "other")
     config = train_config({**folders, "trainer.resume_mode": "disable"})
@@ -66,9 +63,7 @@ def test_a_new_run_is_rejected_with_the_alternatives(train_config: Config, folde
 
 
 @pytest.mark.parametrize("run_id", ["other", None])
-def test_an_export_alone_cannot_be_resumed(
-    train_config: Config, folders: dict, tmp_path: Path, run_id: str | None
-) -> None:
+def test_an_export_alone_cannot_be_resumed(train_config, folders, tmp_path, run_id):
     """Also a folder without an ID, such as a downloaded model."""
     export(tmp_path / "export", run_id)
     with raises("disk.folder-of-other-run", f"trainer.hf_export_dir={tmp_path}/export") as raised:
@@ -77,14 +72,14 @@ def test_an_export_alone_cannot_be_resumed(
     check_output_folders(train_config({**folders, "trainer.val_only": True, "data.val_files": "x"}), None)
 
 
-def test_a_resumed_run_replaces_its_own_work(train_config: Config, folders: dict, tmp_path: Path) -> None:
+def test_a_resumed_run_replaces_its_own_work(train_config, folders, tmp_path):
     first = save(tmp_path / "checkpoints", 20, "mine")
     save(tmp_path / "checkpoints", 40, "mine")
     export(tmp_path / "export", "mine")
     check_output_folders(train_config(folders), first)
 
 
-def test_a_checkpoint_with_a_damaged_id_has_no_owner(train_config: Config, folders: dict, tmp_path: Path) -> None:
+def test_a_checkpoint_with_a_damaged_id_has_no_owner(train_config, folders, tmp_path):
     """Its run resumes from the one before it, and saves the step again."""
     root = tmp_path / "checkpoints"
     first, damaged = save(root, 20, "mine"), save(root, 40, "mine")
@@ -95,9 +90,7 @@ def test_a_checkpoint_with_a_damaged_id_has_no_owner(train_config: Config, folde
     assert CheckpointStore(root).resolve("auto") == damaged
 
 
-def test_a_resumed_run_is_rejected_for_later_steps_of_another(
-    train_config: Config, folders: dict, tmp_path: Path
-) -> None:
+def test_a_resumed_run_is_rejected_for_later_steps_of_another(train_config, folders, tmp_path):
     root = tmp_path / "checkpoints"
     save(root, 10, "other")
     mine = save(root, 20, "mine")
@@ -107,16 +100,14 @@ def test_a_resumed_run_is_rejected_for_later_steps_of_another(
         check_output_folders(train_config(folders), mine)
 
 
-def test_a_checkpoint_from_elsewhere_does_not_open_a_folder_of_another_run(
-    train_config: Config, folders: dict, tmp_path: Path
-) -> None:
+def test_a_checkpoint_from_elsewhere_does_not_open_a_folder_of_another_run(train_config, folders, tmp_path):
     elsewhere = save(tmp_path / "elsewhere", 40, "mine")
     save(tmp_path / "checkpoints", 10, "other")
     with raises("disk.folder-of-other-run", f"trainer.default_local_dir={tmp_path}/checkpoints", "1 checkpoint"):
         check_output_folders(train_config(folders), elsewhere)
 
 
-def test_a_run_that_does_not_save_ignores_checkpoints(train_config: Config, folders: dict, tmp_path: Path) -> None:
+def test_a_run_that_does_not_save_ignores_checkpoints(train_config, folders, tmp_path):
     save(tmp_path / "checkpoints", 40, "other")
     config = train_config({**folders, "trainer.save_freq": -1, "trainer.resume_mode": "disable"})
     assert not may_save(config)
@@ -125,14 +116,14 @@ def test_a_run_that_does_not_save_ignores_checkpoints(train_config: Config, fold
     assert may_save(limited)
 
 
-def test_supervised_jobs_are_checked_too(sft_config: Callable[..., SFTConfig], folders: dict, tmp_path: Path) -> None:
+def test_supervised_jobs_are_checked_too(sft_config, folders, tmp_path):
     export(tmp_path / "export", "other")
     with raises("disk.folder-of-other-run", f"trainer.hf_export_dir={tmp_path}/export"):
         check_output_folders(sft_config(folders), None)
 
 
 @pytest.fixture
-def responses(tmp_path: Path) -> dict[str, object]:
+def responses(tmp_path):
     return {
         "data.val_files": "x",
         "trainer.rollout_data_dir": str(tmp_path / "rollouts"),
@@ -140,13 +131,13 @@ def responses(tmp_path: Path) -> dict[str, object]:
     }
 
 
-def dump(folder: Path, *names: str) -> None:
+def dump(folder, *names):
     folder.mkdir(exist_ok=True)
     for name in names:
         (folder / name).write_text("{}\n", encoding="utf-8")
 
 
-def test_responses_of_another_run_are_rejected_by_folder(train_config: Config, responses: dict, tmp_path: Path) -> None:
+def test_responses_of_another_run_are_rejected_by_folder(train_config, responses, tmp_path):
     config = train_config(responses)
     claim_response_folders(config, "other")
     check_output_folders(config, None)  # nothing is lost
@@ -163,9 +154,7 @@ def test_responses_of_another_run_are_rejected_by_folder(train_config: Config, r
         check_output_folders(config, save(tmp_path / "third", 20, "mine"))
 
 
-def test_claimed_folders_keep_no_responses_of_another_run(
-    train_config: Config, responses: dict, tmp_path: Path
-) -> None:
+def test_claimed_folders_keep_no_responses_of_another_run(train_config, responses, tmp_path):
     """With trainer.overwrite_output; samples of two runs in one folder could not be told apart."""
     config = train_config({**responses, "trainer.overwrite_output": True})
     claim_response_folders(config, "other")
@@ -178,7 +167,7 @@ def test_claimed_folders_keep_no_responses_of_another_run(
     assert (tmp_path / "rollouts" / "1.jsonl").exists()
 
 
-def evaluation(tmp_path: Path, **trainer: object) -> EvaluateConfig:
+def evaluation(tmp_path, **trainer):
     values = {
         "data": {"val_files": "x"},
         "actor_rollout_ref": {"model": {"path": "m"}},
@@ -188,7 +177,7 @@ def evaluation(tmp_path: Path, **trainer: object) -> EvaluateConfig:
     return build(EvaluateConfig, values)
 
 
-def test_files_of_an_earlier_evaluation_are_rejected(tmp_path: Path) -> None:
+def test_files_of_an_earlier_evaluation_are_rejected(tmp_path):
     config = evaluation(tmp_path)
     check_output_files(config, 20)
     dump(tmp_path / "answers", "10.jsonl")
@@ -204,7 +193,7 @@ def test_files_of_an_earlier_evaluation_are_rejected(tmp_path: Path) -> None:
     check_output_files(evaluation(tmp_path, overwrite_output=True), 20)
 
 
-def test_file_of_an_earlier_generation_is_rejected(tmp_path: Path) -> None:
+def test_file_of_an_earlier_generation_is_rejected(tmp_path):
     values = {
         "data": {"prompts": ["a"], "output_path": str(tmp_path / "answers.jsonl")},
         "actor_rollout_ref": {"model": {"path": "m"}},

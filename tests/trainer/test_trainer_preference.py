@@ -1,10 +1,5 @@
 """Preference optimization of a policy, its export to transformers, and resume."""
 
-from __future__ import annotations
-
-from pathlib import Path
-from typing import Any
-
 import pyarrow as pa
 import pyarrow.parquet as pq
 import pytest
@@ -24,7 +19,7 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 BETA, STEPS = 0.1, 40
 
 
-def log_probs(model: Path, pairs: Path, column: str) -> torch.Tensor:
+def log_probs(model, pairs, column):
     """Log-probs of the responses of all pairs, one sequence at a time, by transformers."""
     network = AutoModelForCausalLM.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model)
@@ -38,9 +33,7 @@ def log_probs(model: Path, pairs: Path, column: str) -> torch.Tensor:
     return torch.stack(sums)
 
 
-def test_policy_learns_preferences_resumes_and_exports(
-    arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_policy_learns_preferences_resumes_and_exports(arithmetic, tmp_path, monkeypatch, capsys):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     held_out = arithmetic / "data" / "pairs_test.parquet"
     values = {
@@ -60,7 +53,7 @@ def test_policy_learns_preferences_resumes_and_exports(
         "trainer.default_local_dir": str(tmp_path / "checkpoints"),
     }
 
-    def train(name: str, changes: dict[str, Any]) -> list[dict[str, float]]:
+    def train(name, changes):
         (tmp_path / name).mkdir()
         keys = {**values, "trainer.hf_export_dir": str(tmp_path / name / "policy"), **changes}
         run(build(PreferenceConfig, set_keys({}, keys)), tmp_path / name)
@@ -93,9 +86,7 @@ def test_policy_learns_preferences_resumes_and_exports(
     assert convert(["verify", str(tmp_path / "resumed" / "policy"), str(tmp_path / "checkpoints")]) == 0
 
 
-def test_kto_trains_on_pairs_and_on_labelled_rows_alike(
-    arithmetic: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_kto_trains_on_pairs_and_on_labelled_rows_alike(arithmetic, tmp_path, monkeypatch):
     """Two rows per pair give the metrics of the pairs; validation equals transformers on the exported policy."""
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     files = {name: arithmetic / "data" / f"{name}.parquet" for name in ("pairs", "pairs_test")}
@@ -122,7 +113,7 @@ def test_kto_trains_on_pairs_and_on_labelled_rows_alike(
         "trainer.total_epochs": 2,
     }
 
-    def train(name: str, keys: dict[str, Any]) -> list[dict[str, float]]:
+    def train(name, keys):
         (tmp_path / name).mkdir()
         folder = {"trainer.hf_export_dir": str(tmp_path / name / "policy")}
         run(build(PreferenceConfig, set_keys({}, {**values, **folder, **keys}), str(tmp_path / name)), tmp_path / name)

@@ -1,13 +1,9 @@
 """Preflight errors, each with its key."""
 
-from __future__ import annotations
-
 import json
 import shutil
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -19,7 +15,7 @@ from support.dotted_keys import set_keys
 from support.expected_errors import raises
 
 from megarl.base.packages import require_sglang
-from megarl.config import EvaluateConfig, GenerateConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config import GenerateConfig
 from megarl.config.batch import plan_batches
 from megarl.config.build import build
 from megarl.config.keys import with_values
@@ -33,7 +29,7 @@ POLICY = "actor_rollout_ref"
 
 
 @pytest.fixture(autouse=True)
-def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def machine(monkeypatch, tmp_path):
     """A machine of eight cores without GPU, cluster and logins, and with SGLang."""
     for name in ("RAY_ADDRESS", "CUDA_VISIBLE_DEVICES", "WANDB_MODE", "WANDB_API_KEY", "NETRC"):
         monkeypatch.delenv(name, raising=False)
@@ -42,18 +38,18 @@ def machine(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(early_checks, "require_sglang", lambda: None)
 
 
-def check_all(config: TrainConfig) -> None:
+def check_all(config):
     """Check a configuration as the command line does."""
     check_early(config)
     check_train(config)
 
 
 def test_the_quickstart_task_passes(
-    train_config: Callable[..., TrainConfig],
-    sft_config: Callable[..., SFTConfig],
-    pair_config: Callable[..., RewardTrainingConfig],
-    evaluate_config: Callable[..., EvaluateConfig],
-) -> None:
+    train_config,
+    sft_config,
+    pair_config,
+    evaluate_config,
+):
     for config in (train_config(), sft_config(), pair_config(), evaluate_config()):
         check_early(config)
     check_train(train_config())
@@ -107,9 +103,7 @@ def test_the_quickstart_task_passes(
         ({"reward.model.enable": True, "reward.model.path": "/nowhere"}, "model.folder-missing", "/nowhere"),
     ],
 )
-def test_errors_have_code_and_key(
-    train_config: Callable[..., TrainConfig], changes: dict[str, Any], code: str, named: str
-) -> None:
+def test_errors_have_code_and_key(train_config, changes, code, named):
     # A layout of 3 needs 3 devices, or the configuration itself is refused.
     devices = 3 if any("parallel_size" in name for name in changes) else 1
     sizes = {"actor_rollout_ref.actor.ppo_mini_batch_size": 24, "data.train_batch_size": 24}
@@ -119,10 +113,10 @@ def test_errors_have_code_and_key(
 
 
 def test_missing_sglang_is_refused_for_every_job_that_generates(
-    train_config: Callable[..., TrainConfig],
-    evaluate_config: Callable[..., EvaluateConfig],
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    train_config,
+    evaluate_config,
+    monkeypatch,
+):
     monkeypatch.setattr(early_checks, "require_sglang", require_sglang)
     monkeypatch.setitem(sys.modules, "sglang", None)
     for make in (train_config, evaluate_config):
@@ -131,7 +125,7 @@ def test_missing_sglang_is_refused_for_every_job_that_generates(
         check_early(make())
 
 
-def test_generation_tracks_nothing_and_needs_no_login(arithmetic: Path, tmp_path: Path) -> None:
+def test_generation_tracks_nothing_and_needs_no_login(arithmetic, tmp_path):
     keys = {"actor_rollout_ref.model.path": str(arithmetic / "model"), "data.prompts": ["1+1"], **RUN}
     config = build(GenerateConfig, set_keys({}, {**keys, "trainer.logger": ["wandb"]}), str(tmp_path))
     check_early(config)
@@ -139,7 +133,7 @@ def test_generation_tracks_nothing_and_needs_no_login(arithmetic: Path, tmp_path
         check_early(with_values(config, {"data.val_files": ["/no.parquet"]}))
 
 
-def test_replicas_of_two_ranks_pass(train_config: Callable[..., TrainConfig]) -> None:
+def test_replicas_of_two_ranks_pass(train_config):
     sglang = {f"{POLICY}.rollout.name": "sglang", f"{POLICY}.rollout.tensor_model_parallel_size": 2}
     check_train(train_config({**sglang, "trainer.n_gpus_per_node": 2}))
 
@@ -176,13 +170,13 @@ def test_replicas_of_two_ranks_pass(train_config: Callable[..., TrainConfig]) ->
     ],
 )
 def test_schedules_longer_than_the_run_are_errors(
-    train_config: Callable[..., TrainConfig],
-    sft_config: Callable[..., SFTConfig],
-    changes: dict[str, Any],
-    key: str,
-    code: str,
-    named: str,
-) -> None:
+    train_config,
+    sft_config,
+    changes,
+    key,
+    code,
+    named,
+):
     """Of actor (which waits while the critic warms up), critic and supervised job; each run is one of 20 updates."""
     halves = {"data.train_batch_size": 16, "trainer.critic_warmup": 2}
     cases = [
@@ -197,7 +191,7 @@ def test_schedules_longer_than_the_run_are_errors(
             check_schedules(config, plan_batches(config), 10 * steps)
 
 
-def test_unused_schedules_are_not_checked(train_config: Callable[..., TrainConfig]) -> None:
+def test_unused_schedules_are_not_checked(train_config):
     warmup = {f"{POLICY}.actor.optim.lr_warmup_steps": 100, "critic.optim.lr_warmup_steps": 100}
     config = train_config({**warmup, "trainer.val_only": True})
     check_schedules(config, plan_batches(config), 1)
@@ -207,13 +201,11 @@ def test_unused_schedules_are_not_checked(train_config: Callable[..., TrainConfi
     check_schedules(config, plan_batches(config), 1)
 
 
-def with_prefix(prefix: str, changes: dict[str, Any]) -> dict[str, Any]:
+def with_prefix(prefix, changes):
     return {f"{prefix}.{name}": value for name, value in changes.items()}
 
 
-def test_the_export_cannot_replace_the_initial_model(
-    train_config: Callable[..., TrainConfig], sft_config: Callable[..., SFTConfig]
-) -> None:
+def test_the_export_cannot_replace_the_initial_model(train_config, sft_config):
     config = train_config()
     folder = f"{config.actor_rollout_ref.model.path}/../{Path(config.critic.model.path).name}"
     with raises("disk.export-replaces-model", f"trainer.hf_export_dir={folder}"):
@@ -224,7 +216,7 @@ def test_the_export_cannot_replace_the_initial_model(
         check_early(tuning)
 
 
-def test_an_unused_critic_is_not_checked(train_config: Callable[..., TrainConfig]) -> None:
+def test_an_unused_critic_is_not_checked(train_config):
     check_all(
         train_config(
             {"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2, "critic.model.path": "/nowhere"}
@@ -232,16 +224,14 @@ def test_an_unused_critic_is_not_checked(train_config: Callable[..., TrainConfig
     )
 
 
-def test_a_missing_shard(train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path) -> None:
+def test_a_missing_shard(train_config, arithmetic, tmp_path):
     shutil.copytree(arithmetic / "model", tmp_path / "model")
     (tmp_path / "model" / "model.safetensors").unlink()
     with raises("model.no-weights", "model.safetensors"):
         check_early(train_config({f"{POLICY}.model.path": str(tmp_path / "model")}))
 
 
-def test_tensors_that_nothing_loads_are_named_before_the_start(
-    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_tensors_that_nothing_loads_are_named_before_the_start(train_config, arithmetic, tmp_path, caplog):
     folder = shutil.copytree(arithmetic / "model", tmp_path / "model")
     check_early(train_config({f"{POLICY}.model.path": str(folder)}))
     assert not caplog.messages
@@ -253,9 +243,7 @@ def test_tensors_that_nothing_loads_are_named_before_the_start(
 
 
 @pytest.mark.parametrize(("response", "code"), [(7, "data.column-type"), (None, "data.missing-column")])
-def test_sft_responses_must_be_text(
-    sft_config: Callable[..., SFTConfig], arithmetic: Path, tmp_path: Path, response: int | None, code: str
-) -> None:
+def test_sft_responses_must_be_text(sft_config, arithmetic, tmp_path, response, code):
     rows = pq.read_table(arithmetic / "data" / "sft.parquet").to_pylist()
     changed = [{**row, "response": response} for row in rows] if response else [row | {"answer": "1"} for row in rows]
     if response is None:
@@ -266,15 +254,13 @@ def test_sft_responses_must_be_text(
         check_early(sft_config({"data.train_files": [str(tmp_path / "sft.parquet")]}))
 
 
-def test_a_language_model_is_not_a_reward_model(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
+def test_a_language_model_is_not_a_reward_model(train_config, arithmetic):
     config = train_config({"reward.model.enable": True, "reward.model.path": str(arithmetic / "model")})
     with raises("reward.no-scalar-head", f"reward.model.path={arithmetic / 'model'}"):
         check_early(config)
 
 
-def test_a_teacher_needs_the_policys_vocabulary(
-    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
-) -> None:
+def test_a_teacher_needs_the_policys_vocabulary(train_config, arithmetic, tmp_path):
     """Two digits exchange their ids in the teacher's tokenizer; its vocabulary has the same tokens and size."""
     teacher = tmp_path / "teacher"
     shutil.copytree(arithmetic / "model", teacher)

@@ -3,9 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -13,7 +10,6 @@ import torch
 import transformers
 from support.expected_errors import raises
 
-from megarl.config import TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.config.schema.algorithm import AlgorithmConfig, RefAlignmentConfig, RefQualityConfig, ReprAlignConfig
 from megarl.data import DataProto
@@ -40,7 +36,7 @@ SCORES = [1.0, 0.0, -2.0, 0.5, 1.0, 0.0]
 KEPT, COMPARED = [0, 1, 2, 3, 4], [0, 1, 2, 4]
 
 
-def batch(**changes: torch.Tensor) -> DataProto:
+def batch(**changes):
     generator = torch.Generator().manual_seed(2)
     prompts, responses, scores = torch.zeros(6, 3).long(), torch.zeros(6, 4).long(), torch.zeros(6, 4)
     attention = torch.zeros(6, 7).long()
@@ -67,18 +63,18 @@ def batch(**changes: torch.Tensor) -> DataProto:
 class Reference:
     """The quickstart's model in transformers, as the reference role with a layout."""
 
-    def __init__(self, folder: Path, layout: ParallelLayout) -> None:
+    def __init__(self, folder, layout):
         self.model = transformers.AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32).eval()
         self.layout = layout
         self.requests: list[DataProto] = []
 
     @torch.no_grad()
-    def mean_state(self, prompt: list[int], answer: list[int], mask: list[int]) -> torch.Tensor:
+    def mean_state(self, prompt, answer, mask):
         states = self.model(torch.tensor([[*prompt, *answer]]), output_hidden_states=True).hidden_states[-1][0]
         kept = [state for state, chosen in zip(states[len(prompt) :], mask, strict=True) if chosen]
         return sum(kept) / len(kept) if kept else torch.zeros(states.shape[1])
 
-    def compute_ref_representations(self, batch: DataProto) -> DataProto:
+    def compute_ref_representations(self, batch):
         self.requests.append(batch)
         vectors = []
         for row in batch:
@@ -95,21 +91,21 @@ class Reference:
 
 
 @pytest.fixture(scope="module")
-def tokenizer(arithmetic: Path) -> Any:
+def tokenizer(arithmetic):
     return transformers.AutoTokenizer.from_pretrained(arithmetic / "model")
 
 
-def shaping(**sections: Any) -> RewardShaping:
+def shaping(**sections):
     return RewardShaping(AlgorithmConfig(**sections), STEPS)
 
 
-def alignment(reference: Any, tokenizer: Any, *, max_length: int = 8) -> AlignmentPhase:
+def alignment(reference, tokenizer, *, max_length=8):
     schedule = shaping(repr_align=ALIGN).alignment
     assert schedule is not None
     return AlignmentPhase(reference, schedule, ALIGN.ref_alignment.entropy_high_threshold, tokenizer, max_length)
 
 
-def test_without_shaping_the_scores_are_the_rewards() -> None:
+def test_without_shaping_the_scores_are_the_rewards():
     metrics: dict[str, float] = {}
     idle = shaping()
     given = batch()
@@ -118,7 +114,7 @@ def test_without_shaping_the_scores_are_the_rewards() -> None:
 
 
 @pytest.mark.parametrize(("step", "weight"), [(1, 0.04), (5, 0.2), (10, 0.4), (20, 0.4)])
-def test_reference_quality_is_blended_in_at_the_last_token(step: int, weight: float) -> None:
+def test_reference_quality_is_blended_in_at_the_last_token(step, weight):
     metrics: dict[str, float] = {}
     given = batch()
     result = shaping(ref_quality_score=QUALITY).shape(given, step, metrics).tensors
@@ -148,7 +144,7 @@ def test_reference_quality_is_blended_in_at_the_last_token(step: int, weight: fl
     )
 
 
-def test_advantages_are_estimated_from_shaped_rewards() -> None:
+def test_advantages_are_estimated_from_shaped_rewards():
     config = AlgorithmConfig(adv_estimator="grpo", norm_adv_by_std_in_grpo=False, ref_quality_score=QUALITY)
     metrics: dict[str, float] = {}
     shaped = shaping(ref_quality_score=QUALITY).shape(batch(), 10, metrics)
@@ -160,16 +156,14 @@ def test_advantages_are_estimated_from_shaped_rewards() -> None:
     )
 
 
-def test_nan_log_probs_of_the_reference_are_an_error() -> None:
+def test_nan_log_probs_of_the_reference_are_an_error():
     broken = batch(ref_log_prob=torch.full((6, 4), math.nan))
     with raises("algorithm.ref-log-prob-nan", "ref_log_prob of row 0", "algorithm.ref_quality_score"):
         shaping(ref_quality_score=QUALITY).shape(broken, 1, {})
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(), ParallelLayout(dp=4), ParallelLayout(pp=2, dp=2, vpp=2)])
-def test_alignment_bonus_is_the_cosine_of_response_and_ground_truth(
-    arithmetic: Path, tokenizer: Any, layout: ParallelLayout
-) -> None:
+def test_alignment_bonus_is_the_cosine_of_response_and_ground_truth(arithmetic, tokenizer, layout):
     reference, metrics = Reference(arithmetic / "model", layout), {}
     compared = alignment(reference, tokenizer).run(batch(), 5, metrics)
     result = shaping(repr_align=ALIGN).shape(compared, 5, metrics)
@@ -208,7 +202,7 @@ def test_alignment_bonus_is_the_cosine_of_response_and_ground_truth(
     assert len(request) == {1: 9, 4: 12, 2: 12}[layout.dp]
 
 
-def test_quality_is_blended_before_the_alignment_bonus(arithmetic: Path, tokenizer: Any) -> None:
+def test_quality_is_blended_before_the_alignment_bonus(arithmetic, tokenizer):
     reference = Reference(arithmetic / "model", ParallelLayout())
     both, metrics = shaping(ref_quality_score=QUALITY, repr_align=ALIGN), {}
     compared = alignment(reference, tokenizer).run(batch(), 20, metrics)
@@ -218,7 +212,7 @@ def test_quality_is_blended_before_the_alignment_bonus(arithmetic: Path, tokeniz
     assert torch.allclose(rewards, blended.sum(-1) + 0.6 * similarity * torch.tensor([1, 1, 1, 1, 1, 0]), atol=1e-6)
 
 
-def test_alignment_is_active_at_high_entropy_and_nonzero_weight(tokenizer: Any) -> None:
+def test_alignment_is_active_at_high_entropy_and_nonzero_weight(tokenizer):
     phase = alignment(None, tokenizer)
     assert phase.name == "repr_align"
     low = batch(entropys=torch.where(torch.tensor(MASK).bool(), 1.0, 1e9))
@@ -232,7 +226,7 @@ def test_alignment_is_active_at_high_entropy_and_nonzero_weight(tokenizer: Any) 
     assert metrics["repr_align/weight"] == 0.6
 
 
-def test_long_ground_truths_are_truncated_and_counted(arithmetic: Path, tokenizer: Any) -> None:
+def test_long_ground_truths_are_truncated_and_counted(arithmetic, tokenizer):
     reference, metrics = Reference(arithmetic / "model", ParallelLayout()), {}
     alignment(reference, tokenizer, max_length=1).run(batch(), 5, metrics)
     lengths = [len(tokenizer.encode(text, add_special_tokens=False)) for text in ("12", "7", "41")]
@@ -240,9 +234,7 @@ def test_long_ground_truths_are_truncated_and_counted(arithmetic: Path, tokenize
     assert reference.requests[0].tensors["attention_mask"][6:, -4:].sum(-1).tolist() == [1, 1, 1]
 
 
-def test_megabytes_of_a_ground_truth_are_not_tokenized(
-    arithmetic: Path, tokenizer: Any, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_megabytes_of_a_ground_truth_are_not_tokenized(arithmetic, tokenizer, monkeypatch):
     reference, metrics, lengths = Reference(arithmetic / "model", ParallelLayout()), {}, list[int]()
     long = batch().with_columns({}, {"reward_model": [{"ground_truth": "1 + 2 " * 50_000}] * 6})
     head, encode = tokenizer.encode("1 + 2 1", add_special_tokens=False)[:3], tokenizer.encode
@@ -254,7 +246,7 @@ def test_megabytes_of_a_ground_truth_are_not_tokenized(
     assert reference.requests[0].tensors["responses"][6, :3].tolist() == head and max(lengths) < 20_000
 
 
-def test_without_ground_truths_the_reference_is_not_called(arithmetic: Path, tokenizer: Any) -> None:
+def test_without_ground_truths_the_reference_is_not_called(arithmetic, tokenizer):
     reference, metrics = Reference(arithmetic / "model", ParallelLayout()), {}
     empty = batch().with_columns({}, {"reward_model": [{"ground_truth": None}] * 6})
     compared = alignment(reference, tokenizer).run(empty, 5, metrics)
@@ -270,7 +262,7 @@ def test_without_ground_truths_the_reference_is_not_called(arithmetic: Path, tok
         ([["in", "side"]], "in"),
     ],
 )  # fmt: skip
-def test_ground_truth_as_text(truth: Any, text: str) -> None:
+def test_ground_truth_as_text(truth, text):
     assert ground_truth_text(truth) == text
 
 
@@ -282,9 +274,7 @@ def test_ground_truth_as_text(truth: Any, text: str) -> None:
     ],
 )
 @pytest.mark.parametrize("section", ["algorithm.ref_quality_score", "algorithm.repr_align.ref_alignment"])
-def test_schedule_errors_name_the_key(
-    train_config: Callable[..., TrainConfig], section: str, changes: dict[str, Any], key: str, code: str, named: str
-) -> None:
+def test_schedule_errors_name_the_key(train_config, section, changes, key, code, named):
     on = {"algorithm.repr_align.enable": True} if "repr" in section else {}
     keys = {f"{section}.{name}": value for name, value in {"enable": True, **changes}.items()}
     config = train_config({**on, **keys})

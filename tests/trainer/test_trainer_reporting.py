@@ -1,25 +1,19 @@
 """Files and summary of a run, from steps with fixed seconds."""
 
-from __future__ import annotations
-
 import io
 import json
 import time
-from collections.abc import Callable
-from pathlib import Path
-from typing import Any
 
 import pytest
 from rich.console import Console as RichConsole
 
-from megarl.config import TrainConfig
 from megarl.tracking import Console, read_metrics
 from megarl.trainer.records.reporting import RunReporter
 
 
 @pytest.fixture
-def reporter(train_config: Callable[..., TrainConfig], tmp_path: Path) -> Callable[..., RunReporter]:
-    def make(name: str = "run", resumed_from: tuple[Path, int] | None = None, **more: Any) -> RunReporter:
+def reporter(train_config, tmp_path):
+    def make(name="run", resumed_from=None, **more):
         folder = tmp_path / "outputs" / name
         folder.mkdir(parents=True)
         console = Console(output=RichConsole(file=io.StringIO(), width=120))
@@ -29,13 +23,13 @@ def reporter(train_config: Callable[..., TrainConfig], tmp_path: Path) -> Callab
     return make
 
 
-def step(reporter: RunReporter, number: int, seconds: dict[str, float], **metrics: float) -> None:
+def step(reporter, number, seconds, **metrics):
     reporter.timer.seconds = dict(seconds)
     tokens = {phase: 50 if phase == "gen" else 200 for phase in seconds}
     reporter.log_step(number, {"critic/score/mean": 0.5, **metrics}, tokens)
 
 
-def test_console_tells_of_repeated_passes(reporter: Callable[..., RunReporter]) -> None:
+def test_console_tells_of_repeated_passes(reporter):
     run = reporter()
     limits = {"actor/update_micro_batch_limit": 8192.0, "actor/forward_micro_batch_limit": 16384.0}
     step(run, 1, {"step": 1.0}, **{"actor/out_of_memory": 2.0, "ref/out_of_memory": 0.0}, **limits)
@@ -55,9 +49,7 @@ def test_console_tells_of_repeated_passes(reporter: Callable[..., RunReporter]) 
         ({"actor/grad_norm": 0.5, "actor/empty_steps": 0.0, "actor/truncated_masked_fraction": 0.9}, None),
     ],
 )
-def test_console_warns_of_a_step_that_trains_nothing(
-    reporter: Callable[..., RunReporter], metrics: dict[str, float], named: str | None
-) -> None:
+def test_console_warns_of_a_step_that_trains_nothing(reporter, metrics, named):
     run = reporter()
     step(run, 4, {"step": 1.0}, **metrics)
     _, *warnings = run.console.output.file.getvalue().split("step 4: ")
@@ -65,7 +57,7 @@ def test_console_warns_of_a_step_that_trains_nothing(
     assert named is None or named in " ".join(warnings[0].split())
 
 
-def test_the_summary_totals_the_steps(reporter: Callable[..., RunReporter], tmp_path: Path) -> None:
+def test_the_summary_totals_the_steps(reporter, tmp_path):
     run = reporter()
     run.timer.seconds = {"testing": 9.0}
     run.log_validation(0, {"val-core/a/reward/mean@1": 0.25, "val-core/b/reward/mean@1": 0.75, "val-aux/x": 9.0})
@@ -91,7 +83,7 @@ def test_the_summary_totals_the_steps(reporter: Callable[..., RunReporter], tmp_
     assert metrics[2]["timing_per_token_ms/gen"] == pytest.approx(1000 * 3.0 / 50)
 
 
-def test_supervised_fine_tuning_has_one_update_and_no_rollout(reporter: Callable[..., RunReporter]) -> None:
+def test_supervised_fine_tuning_has_one_update_and_no_rollout(reporter):
     run = reporter()
     step(run, 1, {"step": 2.5, "update": 2.0})
     summary = run.finish(None)
@@ -99,7 +91,7 @@ def test_supervised_fine_tuning_has_one_update_and_no_rollout(reporter: Callable
     assert summary.rollout_tokens_per_s is None and summary.val_accuracy_before is None
 
 
-def test_a_run_without_steps(reporter: Callable[..., RunReporter]) -> None:
+def test_a_run_without_steps(reporter):
     """As with ``val_only``: there is no validation after a step."""
     run = reporter()
     run.log_validation(0, {"val-core/a/reward/mean@1": 0.25})
@@ -109,7 +101,7 @@ def test_a_run_without_steps(reporter: Callable[..., RunReporter]) -> None:
     assert summary.update_tokens_per_s is None and summary.train_seconds == 0
 
 
-def test_a_resumed_run_continues_the_metrics(reporter: Callable[..., RunReporter], tmp_path: Path) -> None:
+def test_a_resumed_run_continues_the_metrics(reporter, tmp_path):
     first = reporter("first")
     for number in (1, 2, 3):
         step(first, number, {"step": 1.0, "gen": 0.5})
@@ -122,14 +114,14 @@ def test_a_resumed_run_continues_the_metrics(reporter: Callable[..., RunReporter
     assert [row["step"] for row in read_metrics(second.metrics_file)] == [1, 2, 3, 4]
 
 
-def test_failed_phases_are_timed_too(reporter: Callable[..., RunReporter]) -> None:
+def test_failed_phases_are_timed_too(reporter):
     run = reporter()
     with pytest.raises(RuntimeError), run.phase("step"), run.phase("gen"):
         raise RuntimeError("no")
     assert set(run.seconds) == {"step", "gen"}
 
 
-def test_samples_of_an_older_run_are_moved_aside(reporter: Callable[..., RunReporter], tmp_path: Path) -> None:
+def test_samples_of_an_older_run_are_moved_aside(reporter, tmp_path):
     first = reporter()
     first.keep_samples(1, [{"output": "old"}], "train")
     first.finish(None)
@@ -140,7 +132,7 @@ def test_samples_of_an_older_run_are_moved_aside(reporter: Callable[..., RunRepo
     assert (first.folder / "samples.old" / "train" / "1.jsonl").exists()
 
 
-def test_without_a_validation_before_training_there_is_no_accuracy_before(reporter: Callable[..., RunReporter]) -> None:
+def test_without_a_validation_before_training_there_is_no_accuracy_before(reporter):
     run = reporter()
     step(run, 8, {"step": 1.0}, **{"val-core/a/reward/mean@1": 0.5})
     step(run, 16, {"step": 1.0}, **{"val-core/a/reward/mean@1": 0.75})
@@ -148,9 +140,7 @@ def test_without_a_validation_before_training_there_is_no_accuracy_before(report
     assert (summary.val_accuracy_before, summary.val_accuracy_after) == (None, 0.75)
 
 
-def test_a_resumed_run_has_the_accuracy_before_its_first_part(
-    reporter: Callable[..., RunReporter], tmp_path: Path
-) -> None:
+def test_a_resumed_run_has_the_accuracy_before_its_first_part(reporter, tmp_path):
     checkpoint = tmp_path / "checkpoint"
     checkpoint.mkdir()
     rows = [{"step": 0, "val-core/a/reward/mean@1": 0.25}, {"step": 1, "val-core/a/reward/mean@1": 0.5}]
@@ -161,13 +151,13 @@ def test_a_resumed_run_has_the_accuracy_before_its_first_part(
     assert (summary.val_accuracy_before, summary.val_accuracy_after) == (0.25, 0.75)
 
 
-def test_the_whole_run_counts_from_the_command(reporter: Callable[..., RunReporter]) -> None:
+def test_the_whole_run_counts_from_the_command(reporter):
     started = time.monotonic() - 75.0
     wall_seconds = reporter(started=started).finish(None).wall_seconds
     assert 75.0 <= wall_seconds <= time.monotonic() - started
 
 
-def test_the_summary_names_the_reason_of_an_early_end(reporter: Callable[..., RunReporter]) -> None:
+def test_the_summary_names_the_reason_of_an_early_end(reporter):
     run = reporter(run_id="abc")
     run.finish(None, stopped="Ctrl-C")
     assert json.loads((run.folder / "summary.json").read_text(encoding="utf-8"))["stopped"] == "Ctrl-C"

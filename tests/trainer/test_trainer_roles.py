@@ -5,14 +5,12 @@ from __future__ import annotations
 import math
 import os
 import signal
-from collections.abc import Callable, Sequence
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup
-from megarl.config import TrainConfig
 from megarl.config.batch import plan_batches
 from megarl.models import WeightMap, read_model_config
 from megarl.samples.idle_clock import IdleClock
@@ -21,9 +19,7 @@ from megarl.trainer.roles.role_builder import RoleBuilder
 
 
 @pytest.mark.usefixtures("forked_workers")
-def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_sync(
-    train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_sync(train_config, monkeypatch):
     """On a GPU SGLang sizes its KV cache by the memory that is free when it starts."""
     colocated = {"async_training.mode": "colocated", "actor_rollout_ref.rollout.calculate_log_probs": True}
     colocated |= {"algorithm.rollout_correction.rollout_is": "token", "algorithm.adv_estimator": "gae"}
@@ -31,11 +27,11 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
     calls: list[tuple[str, str, tuple[Any, ...]]] = []
     submit, submit_on = WorkerGroup.submit, WorkerGroup.submit_on
 
-    def recording(self: WorkerGroup, verb: str, *args: Any, **kwargs: Any) -> Any:
+    def recording(self, verb, *args, **kwargs):
         calls.append((self.role, verb, args))
         return submit(self, verb, *args, **kwargs)
 
-    def recording_on(self: WorkerGroup, ranks: Sequence[int], verb: str, *args: Any, **options: Any) -> Any:
+    def recording_on(self, ranks, verb, *args, **options):
         calls.append((self.role, verb, args))
         return submit_on(self, ranks, verb, *args, **options)
 
@@ -71,5 +67,5 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
         assert roles.replicas.group.weight_version() == [2] * roles.replicas.group.world_size
 
 
-def _elements(folder: str) -> int:
+def _elements(folder):
     return sum(map(math.prod, WeightMap(read_model_config(folder)).hf_shapes().values()))

@@ -1,19 +1,14 @@
 """Run state: due actions, remaining prompts, resume and the end of a run."""
 
-from __future__ import annotations
-
 import shlex
 import sys
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from support.expected_errors import raises
 
 from megarl.algorithms import make_kl_controller
-from megarl.config import SFTConfig, TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.data.loader import PromptQueue
 from megarl.trainer.state.checkpoint_manifest import Score
@@ -29,24 +24,24 @@ from megarl.trainer.state.stopping import StopCondition
 from megarl.trainer.state.trainer_state import TrainerState
 
 
-def loader() -> PromptQueue:
+def loader():
     """10 rows in batches of 3, the last row left out: three batches an epoch."""
 
-    def collate(rows: list[int]) -> DataProto:
+    def collate(rows):
         return DataProto.from_dict({"row": torch.tensor(rows)})
 
     return PromptQueue(StatefulLoader(list(range(10)), 3, collate, seed=5))
 
 
-def run_state(train_config: Callable[..., TrainConfig], total_steps: int, source: PromptQueue) -> RunState:
+def run_state(train_config, total_steps, source):
     return RunState(train_config(), source, make_kl_controller("fixed", 0.1, 0.1, 1), total_steps, None)
 
 
-def rows(prompts: DataProto) -> list[int]:
+def rows(prompts):
     return prompts.tensors["row"].tolist()
 
 
-def test_prompts_of_all_epochs_until_the_last_step(train_config: Callable[..., TrainConfig]) -> None:
+def test_prompts_of_all_epochs_until_the_last_step(train_config):
     state = run_state(train_config, 8, loader())
     seen = []
     for number, prompts in enumerate(state.remaining_prompts(3), start=1):
@@ -60,7 +55,7 @@ def test_prompts_of_all_epochs_until_the_last_step(train_config: Callable[..., T
 
 
 @pytest.mark.parametrize("done", [1, 3, 4, 6, 8])
-def test_a_resumed_run_gets_the_remaining_prompts(train_config: Callable[..., TrainConfig], done: int) -> None:
+def test_a_resumed_run_gets_the_remaining_prompts(train_config, done):
     whole = [rows(prompts) for prompts in run_state(train_config, 8, loader()).remaining_prompts(3)]
     first = run_state(train_config, 8, loader())
     for _ in first.remaining_prompts(3):
@@ -78,9 +73,7 @@ def test_a_resumed_run_gets_the_remaining_prompts(train_config: Callable[..., Tr
     ("every", "total", "due"),
     [(-1, 7, []), (1, 3, [1, 2, 3]), (3, 7, [3, 6, 7]), (3, 6, [3, 6]), (10, 7, [7])],
 )
-def test_due_every_n_steps_and_after_the_last(
-    train_config: Callable[..., TrainConfig], every: int, total: int, due: list[int]
-) -> None:
+def test_due_every_n_steps_and_after_the_last(train_config, every, total, due):
     state = run_state(train_config, total, loader())
     found = []
     for state.step in range(1, total + 1):
@@ -89,11 +82,11 @@ def test_due_every_n_steps_and_after_the_last(
     assert found == due
 
 
-def test_no_checkpoint_starts_at_step_zero(train_config: Callable[..., TrainConfig]) -> None:
+def test_no_checkpoint_starts_at_step_zero(train_config):
     assert find_resume(train_config()) is None
 
 
-def test_fingerprints_of_the_training_roles(train_config: Callable[..., TrainConfig]) -> None:
+def test_fingerprints_of_the_training_roles(train_config):
     assert set(fingerprints(train_config())) == {"actor", "critic"}
     prints = fingerprints(train_config({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}))
     assert set(prints) == {"actor"} and prints["actor"]["hidden_size"] == 32
@@ -102,7 +95,7 @@ def test_fingerprints_of_the_training_roles(train_config: Callable[..., TrainCon
 SAVING = {"trainer.save_freq": 5, "trainer.test_freq": 1}
 
 
-def saved(config: TrainConfig, step: int, score: Score | None = None, **changes: Any) -> None:
+def saved(config, step, score=None, **changes):
     contents = {role: checkpoint.save_contents for role, checkpoint in role_contents(config).items()}
     with checkpoint_store(config).saving(step, score) as folder:
         for role in contents:
@@ -121,11 +114,11 @@ def saved(config: TrainConfig, step: int, score: Score | None = None, **changes:
     ],
 )
 def test_missing_contents_fail_before_any_process(
-    train_config: Callable[..., TrainConfig],
-    written: list[str],
-    load_contents: list[str] | None,
-    named: list[str] | None,
-) -> None:
+    train_config,
+    written,
+    load_contents,
+    named,
+):
     key = "actor_rollout_ref.actor.checkpoint"
     saved(train_config({f"{key}.save_contents": written}), 3)
     config = train_config({} if load_contents is None else {f"{key}.load_contents": load_contents})
@@ -136,21 +129,19 @@ def test_missing_contents_fail_before_any_process(
             find_resume(config)
 
 
-def test_ppo_rejects_a_checkpoint_without_critic(train_config: Callable[..., TrainConfig]) -> None:
+def test_ppo_rejects_a_checkpoint_without_critic(train_config):
     saved(train_config({"algorithm.adv_estimator": "grpo", "actor_rollout_ref.rollout.n": 2}), 3)
     with raises("resume.nothing-complete", "global_step_3 holds no critic"):
         find_resume(train_config())
 
 
-def test_software_versions_are_compared(
-    train_config: Callable[..., TrainConfig], caplog: pytest.LogCaptureFixture
-) -> None:
+def test_software_versions_are_compared(train_config, caplog):
     saved(train_config(), 3, versions={"torch": "1.0"})
     assert find_resume(train_config()) is not None
     assert "was written by other software versions: torch 1.0 then" in caplog.text
 
 
-def test_inexact_checkpoints_are_announced(train_config: Callable[..., TrainConfig]) -> None:
+def test_inexact_checkpoints_are_announced(train_config):
     changes = {
         "critic.checkpoint.save_contents": ["model"],
         "actor_rollout_ref.actor.checkpoint.save_contents": ["hf_model"],
@@ -162,9 +153,7 @@ def test_inexact_checkpoints_are_announced(train_config: Callable[..., TrainConf
 
 
 @pytest.mark.parametrize(("mode", "bests"), [("max", [1, 3]), ("min", [1, 2, 4])])
-def test_a_new_best_is_saved_between_due_saves(
-    train_config: Callable[..., TrainConfig], mode: str, bests: list[int]
-) -> None:
+def test_a_new_best_is_saved_between_due_saves(train_config, mode, bests):
     metric = "val-core/x/reward/mean@1"
     config = train_config({**SAVING, "trainer.best_metric": metric, "trainer.best_mode": mode})
     state = RunState(config, loader(), None, 9, None)
@@ -183,7 +172,7 @@ def test_a_new_best_is_saved_between_due_saves(
     assert state.must_save()
 
 
-def test_an_unknown_best_metric_lists_the_metrics(train_config: Callable[..., TrainConfig]) -> None:
+def test_an_unknown_best_metric_lists_the_metrics(train_config):
     state = RunState(train_config({**SAVING, "trainer.best_metric": "val-core/y"}), loader(), None, 9, None)
     with raises("checkpoint.no-best-metric") as caught:
         state.note_validation({"val-core/x": 1.0})
@@ -193,7 +182,7 @@ def test_an_unknown_best_metric_lists_the_metrics(train_config: Callable[..., Tr
     )
 
 
-def test_a_stop_request_ends_after_the_step_and_saves(train_config: Callable[..., TrainConfig]) -> None:
+def test_a_stop_request_ends_after_the_step_and_saves(train_config):
     stop = StopCondition()
     state = RunState(train_config({"trainer.save_freq": 100}), loader(), None, 8, None, stop)
     steps = []
@@ -216,7 +205,7 @@ def test_a_stop_request_ends_after_the_step_and_saves(train_config: Callable[...
         state.check_last_save()
 
 
-def test_a_reached_target_saves_and_ends_the_run(sft_config: Callable[..., SFTConfig]) -> None:
+def test_a_reached_target_saves_and_ends_the_run(sft_config):
     state = RunState(sft_config({"trainer.save_freq": 100}), loader(), None, 8, None)
     steps = []
     for _ in state.remaining_prompts(3):
@@ -227,7 +216,7 @@ def test_a_reached_target_saves_and_ends_the_run(sft_config: Callable[..., SFTCo
     assert steps == [1, 2, 3, 4] and state.finish() is None
 
 
-def test_a_stop_request_before_the_first_step(train_config: Callable[..., TrainConfig]) -> None:
+def test_a_stop_request_before_the_first_step(train_config):
     stop = StopCondition()
     stop.request("SIGTERM")
     state = RunState(train_config(), loader(), None, 8, None, stop)
@@ -246,9 +235,7 @@ def test_a_stop_request_before_the_first_step(train_config: Callable[..., TrainC
         ),
     ],
 )
-def test_the_command_to_go_on_resumes_from_the_last_save(
-    train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch, changes: Any, overrides: list[str]
-) -> None:
+def test_the_command_to_go_on_resumes_from_the_last_save(train_config, monkeypatch, changes, overrides):
     argv = ["/venv/bin/python", "-m", "megarl", "train", "--config-name", "ppo", "data.train_files=[a b.parquet]"]
     monkeypatch.setattr(sys, "orig_argv", argv)
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
@@ -259,14 +246,14 @@ def test_the_command_to_go_on_resumes_from_the_last_save(
     assert f"Ended after step 3 of 8 (Ctrl-C), saved in /c/global_step_3. To go on:\n  {words}\nor from" in message
 
 
-def test_an_interruption_without_a_save_says_why(train_config: Callable[..., TrainConfig]) -> None:
+def test_an_interruption_without_a_save_says_why(train_config):
     state = RunState(train_config(), loader(), None, 8, None)
     assert "Ended before the first step (Ctrl-C), not saved: trainer.save_freq=-1." in state.describe_interruption()
     state.step = 3
     assert "Ended in step 3 of 8 (Ctrl-C), not saved: trainer.save_freq=-1." in state.describe_interruption()
 
 
-def test_steps_of_another_run_do_not_count_as_saved(train_config: Callable[..., TrainConfig]) -> None:
+def test_steps_of_another_run_do_not_count_as_saved(train_config):
     config = train_config({"trainer.save_freq": 100})
     with checkpoint_store(config, "other").saving(1):
         pass

@@ -1,7 +1,5 @@
 """Sample records, dumps, and values per token."""
 
-from __future__ import annotations
-
 import json
 import math
 from itertools import pairwise
@@ -27,7 +25,7 @@ FIELDS = ("input", "output", "gts", "step", "data_source", "response_length", "a
 """Fields of a record, which a reward function may also return."""
 
 
-def test_describe_samples_of_a_scored_batch(arithmetic: Path, tmp_path: Path) -> None:
+def test_describe_samples_of_a_scored_batch(arithmetic, tmp_path):
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     chat = [{"role": "user", "content": "What is 2 + 2?"}]
     prompts = [
@@ -83,16 +81,16 @@ def test_describe_samples_of_a_scored_batch(arithmetic: Path, tmp_path: Path) ->
     assert [json.loads(line) for line in lines] == samples
 
 
-def test_values_that_are_not_json_are_written_as_text(tmp_path: Path) -> None:
+def test_values_that_are_not_json_are_written_as_text(tmp_path):
     dump_samples(tmp_path, 1, [{"output": "é\n", "gts": Path("x"), "score": 1.0}])
     assert (tmp_path / "1.jsonl").read_text(encoding="utf-8") == '{"output": "é\\n", "gts": "x", "score": 1.0}\n'
 
 
-def test_every_line_is_strict_json(tmp_path: Path) -> None:
+def test_every_line_is_strict_json(tmp_path):
     numbers = {"a": math.nan, "b": [math.inf, (-math.inf, 0.5)], "c": {"d": np.float64("nan")}, "e": np.float32("inf")}
     dump_samples(tmp_path, 1, [{"output": "é", **numbers}])
 
-    def refuse(constant: str) -> None:
+    def refuse(constant):
         raise AssertionError(constant)
 
     (line,) = (tmp_path / "1.jsonl").read_text(encoding="utf-8").splitlines()
@@ -102,7 +100,7 @@ def test_every_line_is_strict_json(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("length", [0, 1, 5, 16, 17, 33, 1000])
-def test_evenly_spaced(length: int) -> None:
+def test_evenly_spaced(length):
     chosen = evenly_spaced(range(length), 16)
     assert len(chosen) == min(length, 16)
     assert chosen == sorted(set(chosen)) and set(chosen) <= set(range(length))
@@ -110,7 +108,7 @@ def test_evenly_spaced(length: int) -> None:
     assert not gaps or max(gaps) - min(gaps) <= 1
 
 
-def test_masked_spans_of_tool_tokens(arithmetic: Path) -> None:
+def test_masked_spans_of_tool_tokens(arithmetic):
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     turns = [("What? é", 1), (" 12 says", 0), (" so 3", 1), ("é.", 0)]
     ids = [(token, mask) for text, mask in turns for token in tokenizer(text).input_ids]
@@ -130,7 +128,7 @@ def test_masked_spans_of_tool_tokens(arithmetic: Path) -> None:
     assert lost["agent_error"] == "lost" and "masked" not in lost
 
 
-def test_token_values_of_a_sample(arithmetic: Path) -> None:
+def test_token_values_of_a_sample(arithmetic):
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     responses = [[*tokenizer("12 é").input_ids, tokenizer.eos_token_id], tokenizer("7").input_ids]
     lengths = [1, 1], [len(ids) for ids in responses]
@@ -168,7 +166,7 @@ def test_token_values_of_a_sample(arithmetic: Path) -> None:
     assert samples[0]["output"] == "12 é", "the end of the answer writes nothing"
 
 
-def test_ambiguous_tokens_have_no_values(arithmetic: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ambiguous_tokens_have_no_values(arithmetic, monkeypatch):
     monkeypatch.setattr("megarl.trainer.records.sample_records.characters_per_token", lambda ids, tokenizer: None)
     tokenizer = load_tokenizer(str(arithmetic / "model"))
     batch = DataProto.from_dict(
@@ -196,5 +194,5 @@ def test_ambiguous_tokens_have_no_values(arithmetic: Path, monkeypatch: pytest.M
         ("", 16, []),
     ],
 )
-def test_samples_of_the_report_are_whole_groups(uids: str, count: int, expected: list[int]) -> None:
+def test_samples_of_the_report_are_whole_groups(uids, count, expected):
     assert rows_of_groups(list(uids), count) == expected

@@ -1,10 +1,7 @@
 """The judge's model is the only one that its endpoint serves."""
 
-from __future__ import annotations
-
 import json
 import threading
-from collections.abc import Iterator
 from contextlib import contextmanager
 from http.server import BaseHTTPRequestHandler, HTTPServer
 
@@ -17,9 +14,9 @@ from megarl.trainer.jobs.served_judge import with_served_judge
 
 
 @contextmanager
-def endpoint(*names: str) -> Iterator[str]:
+def endpoint(*names):
     class Handler(BaseHTTPRequestHandler):
-        def do_GET(self) -> None:
+        def do_GET(self):
             assert self.path == "/v1/models"
             body = json.dumps({"object": "list", "data": [{"id": name} for name in names]}).encode()
             self.send_response(200)
@@ -27,7 +24,7 @@ def endpoint(*names: str) -> Iterator[str]:
             self.end_headers()
             self.wfile.write(body)
 
-        def log_message(self, *_: object) -> None:
+        def log_message(self, *_):
             pass
 
     server = HTTPServer(("127.0.0.1", 0), Handler)
@@ -41,23 +38,23 @@ def endpoint(*names: str) -> Iterator[str]:
         thread.join()
 
 
-def judged(url: str, *extra: str) -> str | None:
+def judged(url, *extra):
     config = compose_job("grpo", ["--model", "m", "--data", "d", "--reward", url, *extra])
     return with_served_judge(config).reward.judge.model  # type: ignore[union-attr]
 
 
-def test_the_only_model_is_taken() -> None:
+def test_the_only_model_is_taken():
     with endpoint("grader") as url:
         assert judged(url) == "grader"
 
 
 @pytest.mark.parametrize(("names", "code"), [(("a", "b"), "judge.several-models"), ((), "judge.no-answer")])
-def test_an_endpoint_with_no_or_several_models_is_an_error(names: tuple[str, ...], code: str) -> None:
+def test_an_endpoint_with_no_or_several_models_is_an_error(names, code):
     with endpoint(*names) as url, raises(code, url, *names):
         judged(url)
 
 
-def test_a_silent_endpoint_is_an_error_and_a_named_model_asks_nobody() -> None:
+def test_a_silent_endpoint_is_an_error_and_a_named_model_asks_nobody():
     with held_port("127.0.0.1") as port:
         url = f"http://127.0.0.1:{port}/v1"
         with raises("judge.no-answer", url):

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Callable, Iterator
 from contextlib import contextmanager
-from pathlib import Path
 from types import SimpleNamespace
 from typing import Any, cast
 
@@ -14,13 +12,12 @@ import pytest
 from support.expected_errors import raises
 
 from megarl.base.errors import RayLost
-from megarl.config import EvaluateConfig, TrainConfig
 from megarl.trainer.jobs import session as session_module
 from megarl.trainer.jobs.session import open_job
 
 
 @pytest.fixture(autouse=True)
-def interrupts() -> Iterator[None]:
+def interrupts():
     """Python's handler of SIGINT, which a background job of a shell ignores."""
     before = signal.signal(signal.SIGINT, signal.default_int_handler)
     yield
@@ -28,7 +25,7 @@ def interrupts() -> Iterator[None]:
 
 
 @pytest.fixture
-def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
+def events(monkeypatch):
     """Order in which resources open and close; Ray, devices and tracing are fakes."""
     events: list[str] = []
     quiet = dict.fromkeys(("lost", "finish"), lambda: None)
@@ -41,7 +38,7 @@ def events(monkeypatch: pytest.MonkeyPatch) -> list[str]:
 
 
 @contextmanager
-def resource(name: str, events: list[str], value: Any = None) -> Iterator[Any]:
+def resource(name, events, value=None):
     events.append(f"+{name}")
     try:
         yield value or name
@@ -49,9 +46,7 @@ def resource(name: str, events: list[str], value: Any = None) -> Iterator[Any]:
         events.append(f"-{name}")
 
 
-def test_resources_close_in_reverse_order_after_an_error(
-    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
-) -> None:
+def test_resources_close_in_reverse_order_after_an_error(train_config, events, tmp_path):
     config = train_config({"trainer.device": "auto"})
     with pytest.raises(RuntimeError, match="failed"), open_job(config, tmp_path) as session:
         session.start(resource("endpoint", events), None, resource("rewards", events))
@@ -63,9 +58,7 @@ def test_resources_close_in_reverse_order_after_an_error(
 
 @pytest.mark.parametrize("save_freq", [-1, 5])
 @pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT])
-def test_signals_are_handled_while_a_job_that_saves_trains(
-    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path, number: int, save_freq: int
-) -> None:
+def test_signals_are_handled_while_a_job_that_saves_trains(train_config, events, tmp_path, number, save_freq):
     previous = signal.getsignal(number)
     with open_job(train_config({"trainer.save_freq": save_freq}), tmp_path) as session:
         session.start()
@@ -76,9 +69,7 @@ def test_signals_are_handled_while_a_job_that_saves_trains(
         assert signal.getsignal(number) is previous
 
 
-def test_a_run_that_was_ended_by_ctrl_c_is_interrupted_after_its_last_save(
-    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
-) -> None:
+def test_a_run_that_was_ended_by_ctrl_c_is_interrupted_after_its_last_save(train_config, events, tmp_path):
     saved = False
     with pytest.raises(KeyboardInterrupt), open_job(train_config({"trainer.save_freq": 5}), tmp_path) as session:
         session.start()
@@ -88,9 +79,7 @@ def test_a_run_that_was_ended_by_ctrl_c_is_interrupted_after_its_last_save(
     assert saved
 
 
-def test_the_death_of_a_process_of_ray_ends_training_with_the_way_to_go_on(
-    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
-) -> None:
+def test_the_death_of_a_process_of_ray_ends_training_with_the_way_to_go_on(train_config, events, tmp_path):
     state = SimpleNamespace(describe_interruption=lambda cause: f"({cause}). To go on: COMMAND")
     summaries: list[str] = []
     reporter = SimpleNamespace(finish=lambda folder, stopped: summaries.append(stopped))
@@ -105,9 +94,7 @@ def test_the_death_of_a_process_of_ray_ends_training_with_the_way_to_go_on(
     assert events[-1] == "-ray" and summaries == ["a lost process of Ray"]
 
 
-def test_training_needs_its_checkpoint_before_any_process(
-    train_config: Callable[..., TrainConfig], events: list[str], tmp_path: Path
-) -> None:
+def test_training_needs_its_checkpoint_before_any_process(train_config, events, tmp_path):
     with (
         raises("resume.no-checkpoint", "trainer.resume_mode=must"),
         open_job(train_config({"trainer.resume_mode": "must"}), tmp_path),
@@ -116,9 +103,7 @@ def test_training_needs_its_checkpoint_before_any_process(
     assert not events
 
 
-def test_an_evaluation_neither_resumes_nor_handles_signals(
-    evaluate_config: Callable[..., EvaluateConfig], events: list[str], tmp_path: Path
-) -> None:
+def test_an_evaluation_neither_resumes_nor_handles_signals(evaluate_config, events, tmp_path):
     previous = signal.getsignal(signal.SIGTERM)
     with open_job(evaluate_config(), tmp_path) as session:
         assert session.resume is None and session.stop.reason is None

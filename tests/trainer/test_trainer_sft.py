@@ -1,10 +1,6 @@
 """Supervised fine-tuning in real processes: saves, and exact resume."""
 
-from __future__ import annotations
-
 import shutil
-from collections.abc import Callable
-from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -14,12 +10,11 @@ from safetensors.torch import load_file
 from support.expected_errors import raises
 from transformers import AutoTokenizer
 
-from megarl.config import SFTConfig
 from megarl.convert.command import main as convert
 from megarl.ops.report.balance import balance_maps
 from megarl.ops.report.run_files import read_run
 from megarl.tracking import read_metrics
-from megarl.tracking.jsonl_files import BalanceRows, read_balance
+from megarl.tracking.jsonl_files import read_balance
 from megarl.trainer.jobs.sft import run
 from megarl.trainer.state.run_state import checkpoint_store, find_resume
 from megarl.trainer.state.stopping import StopCondition
@@ -30,7 +25,7 @@ STEPS = 5  # the checkpoint is in the first epoch of three steps, its end in the
 CLOCK = ("timing_", "perf/", "checkpoint/")
 
 
-def rows(folder: Path) -> list[dict[str, float]]:
+def rows(folder):
     """Of every step, what two equal runs share."""
     return [
         {name: value for name, value in row.items() if not name.startswith(CLOCK)}
@@ -38,14 +33,12 @@ def rows(folder: Path) -> list[dict[str, float]]:
     ]
 
 
-def balance(folder: Path) -> BalanceRows:
+def balance(folder):
     return read_balance(folder / "balance.jsonl")
 
 
-def test_a_resumed_run_equals_an_uninterrupted_one(
-    sft_config: Callable[..., SFTConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def config(name: str, **trainer: object) -> SFTConfig:
+def test_a_resumed_run_equals_an_uninterrupted_one(sft_config, tmp_path, monkeypatch):
+    def config(name, **trainer):
         common = {
             "data.train_batch_size": 40,
             "optim.lr": 1e-3,
@@ -59,7 +52,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
         }
         return sft_config({**common, **{f"trainer.{key}": value for key, value in trainer.items()}})
 
-    def finish(name: str, **trainer: object) -> Path:
+    def finish(name, **trainer):
         (tmp_path / name).mkdir(exist_ok=True)
         run(config(name, **trainer), tmp_path / name)
         return tmp_path / name
@@ -91,7 +84,7 @@ def test_a_resumed_run_equals_an_uninterrupted_one(
 
 
 @pytest.fixture
-def uneven(arithmetic: Path, tmp_path: Path) -> Path:
+def uneven(arithmetic, tmp_path):
     """Twelve rows, whose lengths ask for one way to deal four at a time to two ranks."""
     prompt = [{"role": "user", "content": "What is 6 + 4?"}]
     digits = [90, 20, 20, 20, *(10, 60, 10, 60), *(40, 40, 70, 20)]
@@ -101,12 +94,12 @@ def uneven(arithmetic: Path, tmp_path: Path) -> Path:
 
 
 def test_the_work_of_both_ranks_is_in_balance_file_and_report(
-    sft_config: Callable[..., SFTConfig],
-    uneven: Path,
-    arithmetic: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    sft_config,
+    uneven,
+    arithmetic,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     keys = {"data.train_files": [str(uneven)], "data.train_batch_size": 4, "data.shuffle": False}
     (tmp_path / "run").mkdir()

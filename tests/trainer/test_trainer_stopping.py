@@ -24,14 +24,14 @@ from megarl.trainer.state.stopping import (
 
 
 class Clock:
-    def __init__(self) -> None:
+    def __init__(self):
         self.now = 1000.0
 
-    def __call__(self) -> float:
+    def __call__(self):
         return self.now
 
 
-def steps_until_it_ends(seconds: list[float], deadline: float, save_s: float | None, spare_s: float = 0.0) -> int:
+def steps_until_it_ends(seconds, deadline, save_s, spare_s=0.0):
     clock = Clock()
     stop = StopCondition([Deadline(1000 + deadline, "limit"), Deadline(9e9, "later")], spare_s, clock)
     clock.now += 50  # the workers start
@@ -58,9 +58,7 @@ def steps_until_it_ends(seconds: list[float], deadline: float, save_s: float | N
         ([10] * 3, 1000, 10, 0, 0),
     ],
 )
-def test_the_last_step_that_fits(
-    seconds: list[float], deadline: float, save_s: float | None, spare_s: float, after: int
-) -> None:
+def test_the_last_step_that_fits(seconds, deadline, save_s, spare_s, after):
     if save_s is None:
         assert FIRST_SAVE_S == 60
     found = steps_until_it_ends(seconds, deadline, save_s, spare_s)
@@ -76,13 +74,13 @@ def test_the_last_step_that_fits(
     assert found == after or len(seconds) != 9 or save_s is None
 
 
-def test_without_a_deadline_the_run_continues() -> None:
+def test_without_a_deadline_the_run_continues():
     stop = StopCondition()
     stop.begin()
     assert stop.step_done(1e9) is None
 
 
-def test_deadlines_of_config_and_environment() -> None:
+def test_deadlines_of_config_and_environment():
     environment = {EXPIRY_VARIABLES[0]: "1500.5", EXPIRY_VARIABLES[1]: "", "SLURM_JOB_END_TIME": " 1200 "}
     found = find_deadlines(100, 40.0, 1000.0, environment)
     assert [deadline.at for deadline in found] == [140, 540.5, 240]
@@ -90,15 +88,13 @@ def test_deadlines_of_config_and_environment() -> None:
     assert find_deadlines(None, 40.0, 1000.0, {}) == []
 
 
-def test_an_expiry_in_the_past_is_logged_and_ignored(caplog: pytest.LogCaptureFixture) -> None:
+def test_an_expiry_in_the_past_is_logged_and_ignored(caplog):
     assert find_deadlines(None, 40.0, 1000.0, {"SLURM_JOB_END_TIME": "999"}) == []
     assert "SLURM_JOB_END_TIME=999 is in the past" in caplog.text
 
 
 @pytest.mark.parametrize("jump", [1e6, -1e6])
-def test_a_jump_of_the_clock_neither_ends_the_run_nor_moves_a_deadline(
-    monkeypatch: pytest.MonkeyPatch, jump: float
-) -> None:
+def test_a_jump_of_the_clock_neither_ends_the_run_nor_moves_a_deadline(monkeypatch, jump):
     monkeypatch.setenv("SLURM_JOB_END_TIME", str(time.time() + 3600))
     deadlines = process_deadlines(7200, time.monotonic())
     stop, before, unix = StopCondition(deadlines), [deadline.at for deadline in deadlines], time.time
@@ -112,7 +108,7 @@ def test_a_jump_of_the_clock_neither_ends_the_run_nor_moves_a_deadline(
 
 
 @pytest.mark.parametrize("text", ["soon", "nan", "2026-01-01T00:00:00Z"])
-def test_a_malformed_expiry_is_an_error(text: str) -> None:
+def test_a_malformed_expiry_is_an_error(text):
     with raises("launch.job-end-time", f"SLURM_JOB_END_TIME='{text}'"):
         find_deadlines(None, 40.0, 1000.0, {"SLURM_JOB_END_TIME": text})
 
@@ -126,13 +122,11 @@ def test_a_malformed_expiry_is_an_error(text: str) -> None:
         (signal.SIGHUP, signal.SIGTERM, "SIGHUP"),
     ],
 )
-def test_the_first_signal_requests_and_the_second_ends(
-    first: signal.Signals, second: signal.Signals, reason: str
-) -> None:
+def test_the_first_signal_requests_and_the_second_ends(first, second, reason):
     class Ended(Exception):
         pass
 
-    def end(*_: object) -> None:
+    def end(*_):
         raise Ended
 
     numbers = (signal.SIGTERM, signal.SIGHUP, signal.SIGINT)
@@ -159,7 +153,7 @@ def test_the_first_signal_requests_and_the_second_ends(
             signal.signal(number, handler)
 
 
-def test_a_closed_terminal_requests_the_end_and_takes_no_output() -> None:
+def test_a_closed_terminal_requests_the_end_and_takes_no_output():
     """A process whose terminal closes gets SIGHUP, and each of its writes to it fails."""
     program = (
         "import os, sys\n"
@@ -186,7 +180,7 @@ def test_a_closed_terminal_requests_the_end_and_takes_no_output() -> None:
     os.close(read)
 
 
-def test_an_ignored_ctrl_c_stays_ignored() -> None:
+def test_an_ignored_ctrl_c_stays_ignored():
     """As in a shell's background job."""
     before = signal.signal(signal.SIGINT, signal.SIG_IGN)
     try:
@@ -198,6 +192,6 @@ def test_an_ignored_ctrl_c_stays_ignored() -> None:
         signal.signal(signal.SIGINT, before)
 
 
-def test_a_time_limit_counts_from_the_command() -> None:
+def test_a_time_limit_counts_from_the_command():
     (deadline,) = find_deadlines(60.0, 1000.0, 5e9, {}, started=970.0)
     assert deadline.at == 1030.0

@@ -4,24 +4,22 @@ from __future__ import annotations
 
 import os
 import signal
-from collections.abc import Iterator
-from pathlib import Path
 
 import psutil
 import pytest
 import ray
 
-from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, processes, wait_ready
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup, processes, wait_ready
 from megarl.config.schema.run import TimelineConfig
 from megarl.models import ParallelLayout
-from megarl.ops.timeline.command import Summary, summarize
+from megarl.ops.timeline.command import summarize
 from megarl.tracing import TracingOptions, unwatch_process
 from megarl.tracing.trace_file import read_trace
 from megarl.trainer.records.tracing import Timeline
 
 
 @pytest.fixture(scope="module")
-def pool(forked_workers: None) -> Iterator[PlacedPool]:
+def pool(forked_workers):
     with RaySession(num_cpus=2) as session:
         placed = session.place([ResourcePool("main", "cpu", [2])])["main"]
         placed.processes.options = TracingOptions(timeline=True)
@@ -29,7 +27,7 @@ def pool(forked_workers: None) -> Iterator[PlacedPool]:
 
 
 @pytest.fixture
-def group(pool: PlacedPool) -> Iterator[WorkerGroup]:
+def group(pool):
     """Two ranks that can be stopped and killed."""
     sleepers = WorkerGroup("sleeper", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(dp=2), pool)
     wait_ready([sleepers])
@@ -39,7 +37,7 @@ def group(pool: PlacedPool) -> Iterator[WorkerGroup]:
     unwatch_process()
 
 
-def recorded(folder: Path) -> tuple[Summary, dict[str, int]]:
+def recorded(folder):
     """What the run's timeline comes to, and the calls in it by process."""
     events = read_trace(folder)
     names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
@@ -49,9 +47,7 @@ def recorded(folder: Path) -> tuple[Summary, dict[str, int]]:
     return summarize(events), calls
 
 
-def test_an_unresponsive_process_is_named_and_the_others_are_recorded(
-    pool: PlacedPool, group: WorkerGroup, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_an_unresponsive_process_is_named_and_the_others_are_recorded(pool, group, tmp_path, monkeypatch):
     monkeypatch.setattr(processes, "_COLLECT_S", 1.0)
     messages: list[str] = []
     timeline = Timeline(TimelineConfig(enable=True), tmp_path, messages.append)
@@ -79,7 +75,7 @@ def test_an_unresponsive_process_is_named_and_the_others_are_recorded(
     )
 
 
-def test_a_dead_process_is_named(pool: PlacedPool, group: WorkerGroup, tmp_path: Path) -> None:
+def test_a_dead_process_is_named(pool, group, tmp_path):
     messages: list[str] = []
     timeline = Timeline(TimelineConfig(enable=True), tmp_path, messages.append)
     timeline.begin_step(pool.processes, 0)
@@ -94,7 +90,7 @@ def test_a_dead_process_is_named(pool: PlacedPool, group: WorkerGroup, tmp_path:
     assert {line.split(", until ")[0] for line in summary.left_out} == {"sleeper rank 1"}
 
 
-def test_a_failed_run_collects_no_events(pool: PlacedPool, group: WorkerGroup, tmp_path: Path) -> None:
+def test_a_failed_run_collects_no_events(pool, group, tmp_path):
     messages: list[str] = []
     timeline = Timeline(TimelineConfig(enable=True), tmp_path, messages.append)
     timeline.begin_step(pool.processes, 1)

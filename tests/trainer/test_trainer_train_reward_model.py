@@ -1,9 +1,6 @@
 """Reward-model training, its export to transformers, and its scores for a policy."""
 
-from __future__ import annotations
-
 import json
-from collections.abc import Callable
 from pathlib import Path
 
 import pyarrow.parquet as pq
@@ -13,9 +10,9 @@ from listening_callback import FILE
 from support.arithmetic_task import RUN, make_task
 from support.dotted_keys import set_keys
 from support.listeners import assert_on_loopback
-from transformers import AutoModelForSequenceClassification, AutoTokenizer, PreTrainedTokenizerBase
+from transformers import AutoModelForSequenceClassification, AutoTokenizer
 
-from megarl.config import RewardTrainingConfig, TrainConfig
+from megarl.config import RewardTrainingConfig
 from megarl.config.build import build
 from megarl.convert.command import main as convert
 from megarl.tracking import read_metrics
@@ -27,13 +24,13 @@ pytestmark = pytest.mark.usefixtures("forked_workers")
 
 
 @pytest.fixture(scope="module")
-def task(tmp_path_factory: pytest.TempPathFactory) -> Path:
+def task(tmp_path_factory):
     """Sums of two numbers up to 3, whose right answers a small model soon separates from wrong ones."""
     options = ("--largest", "3", "--num-test", "2", "--lessons", "8", "8", "--pairs", "1280", "24")
     return make_task(tmp_path_factory.mktemp("pairs"), *options)
 
 
-def sequences(tokenizer: PreTrainedTokenizerBase, pairs: Path, column: str) -> list[str]:
+def sequences(tokenizer, pairs, column):
     """Prompts with one of their answers, as transformers renders them."""
     return [
         tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
@@ -43,7 +40,7 @@ def sequences(tokenizer: PreTrainedTokenizerBase, pairs: Path, column: str) -> l
     ]
 
 
-def rewards(model: Path, pairs: Path, column: str) -> torch.Tensor:
+def rewards(model, pairs, column):
     """Rewards of transformers for the sequences of the first pairs, padded at the right."""
     network = AutoModelForSequenceClassification.from_pretrained(model, dtype=torch.float32).eval()
     tokenizer = AutoTokenizer.from_pretrained(model, padding_side="right")
@@ -52,16 +49,14 @@ def rewards(model: Path, pairs: Path, column: str) -> torch.Tensor:
         return network(**tokenizer(texts, return_tensors="pt", padding=True, add_special_tokens=False)).logits[:, 0]
 
 
-def tokens_of(task: Path) -> int:
+def tokens_of(task):
     """Tokens of all pairs, both sequences of each, as transformers counts them."""
     tokenizer, pairs = AutoTokenizer.from_pretrained(task / "model"), task / "data" / "pairs.parquet"
     texts = [*sequences(tokenizer, pairs, "chosen"), *sequences(tokenizer, pairs, "rejected")]
     return sum(map(len, tokenizer(texts, add_special_tokens=False).input_ids))
 
 
-def test_reward_model_trains_exports_and_scores_a_policy(
-    task: Path, train_config: Callable[..., TrainConfig], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_reward_model_trains_exports_and_scores_a_policy(task, train_config, tmp_path, monkeypatch):
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     values = {
         "data.train_files": [str(task / "data" / "pairs.parquet")],

@@ -1,12 +1,8 @@
 """State of the driver: JSON round trip, and rejection of another model."""
 
-from __future__ import annotations
-
 import json
 import math
 import os
-from pathlib import Path
-from typing import Any
 
 import numpy as np
 import pytest
@@ -19,16 +15,16 @@ from megarl.trainer.state.trainer_state import ARRAY_FILE, STATE_FILE, TrainerSt
 MODEL = {"actor": {"family": "qwen2", "hidden_size": 64, "rope_scaling": None}, "critic": {"hidden_size": 32}}
 
 
-def state(**changes: Any) -> TrainerState:
+def state(**changes):
     fields = {"step": 7, "epoch": 1, "kl_controller": {"value": 0.1}, "dataloader": {}, "model": MODEL}
     return TrainerState(**{**fields, **changes})
 
 
-def tagged(kind: str, **content: Any) -> dict[str, Any]:
+def tagged(kind, **content):
     return {"generator": {"__megarl__": kind, **content}}
 
 
-def same(first: Any, second: Any) -> bool:
+def same(first, second):
     if type(first) is not type(second):
         return False
     if isinstance(first, dict):
@@ -42,7 +38,7 @@ def same(first: Any, second: Any) -> bool:
     return first == second or (math.isnan(first) and math.isnan(second))
 
 
-def test_state_round_trip(tmp_path: Path) -> None:
+def test_state_round_trip(tmp_path):
     loader = {
         "position": 3,
         "generator": torch.Generator().manual_seed(5).get_state(),
@@ -65,7 +61,7 @@ def test_state_round_trip(tmp_path: Path) -> None:
     assert json.loads((tmp_path / STATE_FILE).read_text(encoding="utf-8"))["step"] == 7
 
 
-def test_large_arrays_are_in_a_file_of_their_own(tmp_path: Path) -> None:
+def test_large_arrays_are_in_a_file_of_their_own(tmp_path):
     random = np.random.default_rng(0)
     samples = [
         {"routes": random.integers(0, 99, (9000 + number, 4, 2), dtype=np.int16), "log_probs": random.random(9000)}
@@ -86,7 +82,7 @@ def test_large_arrays_are_in_a_file_of_their_own(tmp_path: Path) -> None:
         TrainerState.read(tmp_path)
 
 
-def test_states_of_the_first_format_are_read(tmp_path: Path) -> None:
+def test_states_of_the_first_format_are_read(tmp_path):
     """That format had all arrays in the JSON file."""
     state(dataloader={"generator": np.arange(4, dtype=np.uint32)}).write(tmp_path)
     document = json.loads((tmp_path / STATE_FILE).read_text(encoding="utf-8"))
@@ -95,12 +91,12 @@ def test_states_of_the_first_format_are_read(tmp_path: Path) -> None:
     assert TrainerState.read(tmp_path).dataloader["generator"].tolist() == [0, 1, 2, 3]
 
 
-def test_numpy_scalars_become_plain_numbers(tmp_path: Path) -> None:
+def test_numpy_scalars_become_plain_numbers(tmp_path):
     state(kl_controller={"value": np.float32(0.5), "n": np.int64(3)}).write(tmp_path)
     assert same(TrainerState.read(tmp_path).kl_controller, {"value": 0.5, "n": 3})
 
 
-def test_unsupported_types_are_named(tmp_path: Path) -> None:
+def test_unsupported_types_are_named(tmp_path):
     with pytest.raises(TypeError, match=r"dataloader\.a\[1\] is a set"):
         state(dataloader={"a": [1, {2}]}).write(tmp_path)
 
@@ -124,7 +120,7 @@ def test_unsupported_types_are_named(tmp_path: Path) -> None:
         ({"kl_controller": tagged("bytes", data="%")}, "kl_controller"),
     ],
 )
-def test_malformed_fields_are_named(change: dict[str, Any], named: str, tmp_path: Path) -> None:
+def test_malformed_fields_are_named(change, named, tmp_path):
     state().write(tmp_path)
     document = json.loads((tmp_path / STATE_FILE).read_text(encoding="utf-8"))
     (tmp_path / STATE_FILE).write_text(json.dumps({**document, **change}), encoding="utf-8")
@@ -133,7 +129,7 @@ def test_malformed_fields_are_named(change: dict[str, Any], named: str, tmp_path
 
 
 @pytest.mark.parametrize("name", ["step", "epoch", "kl_controller", "dataloader", "model", "megarl_version"])
-def test_missing_fields_are_named(name: str, tmp_path: Path) -> None:
+def test_missing_fields_are_named(name, tmp_path):
     state().write(tmp_path)
     document = json.loads((tmp_path / STATE_FILE).read_text(encoding="utf-8"))
     del document[name]
@@ -149,18 +145,18 @@ def test_missing_fields_are_named(name: str, tmp_path: Path) -> None:
         *((text, "checkpoint.other-format") for text in ("null", "[1]", '"format"', '{"format": 3}')),
     ],
 )
-def test_other_json_is_an_error(text: str, code: str, tmp_path: Path) -> None:
+def test_other_json_is_an_error(text, code, tmp_path):
     (tmp_path / STATE_FILE).write_text(text, encoding="utf-8")
     with raises(code, tmp_path / STATE_FILE):
         TrainerState.read(tmp_path)
 
 
-def test_missing_file(tmp_path: Path) -> None:
+def test_missing_file(tmp_path):
     with raises("checkpoint.no-trainer-state", tmp_path / STATE_FILE):
         TrainerState.read(tmp_path)
 
 
-def test_another_model_is_rejected_with_differing_fields() -> None:
+def test_another_model_is_rejected_with_differing_fields():
     saved = state()
     saved.check_model(MODEL)
     other = {"actor": {**MODEL["actor"], "hidden_size": 128}, "critic": {"hidden_size": 32, "family": "llama"}}
@@ -172,6 +168,6 @@ def test_another_model_is_rejected_with_differing_fields() -> None:
     )
 
 
-def test_a_missing_role_is_another_model() -> None:
+def test_a_missing_role_is_another_model():
     with raises("resume.other-model", "critic.hidden_size: 32 in the checkpoint, 'absent' in this run"):
         state().check_model({"actor": MODEL["actor"]})

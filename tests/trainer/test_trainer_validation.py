@@ -1,10 +1,7 @@
 """mean@N, best@k, worst@k and maj@k against definitions that enumerate every case."""
 
-from __future__ import annotations
-
 import math
 from collections import Counter
-from collections.abc import Callable, Sequence
 from itertools import combinations, permutations
 from statistics import fmean, pstdev
 
@@ -25,12 +22,12 @@ from megarl.trainer.phases.validation import (
 numbers = st.floats(-4, 4, allow_nan=False, width=16)
 
 
-def over_subsets(values: Sequence[float], k: int, reduce: Callable[[Sequence[float]], float]) -> tuple[float, float]:
+def over_subsets(values, k, reduce):
     results = [reduce(subset) for subset in combinations(values, k)]
     return fmean(results), pstdev(results)
 
 
-def verls_majority(drawn: Sequence[tuple[float, int]]) -> float:
+def verls_majority(drawn):
     """Of answers in the order in which they were drawn: the first value of the vote that most gave, the first seen of
     equals."""
     winner = Counter(vote for _, vote in drawn).most_common(1)[0][0]
@@ -39,7 +36,7 @@ def verls_majority(drawn: Sequence[tuple[float, int]]) -> float:
 
 @settings(max_examples=50)
 @given(st.lists(numbers, min_size=1, max_size=7), st.data())
-def test_best_and_worst_are_means_over_all_subsets(values: list[float], data: st.DataObject) -> None:
+def test_best_and_worst_are_means_over_all_subsets(values, data):
     k = data.draw(st.integers(1, len(values)))
     for largest, reduce in ((True, max), (False, min)):
         found = expected_extreme(np.array(values), k, largest=largest)
@@ -47,7 +44,7 @@ def test_best_and_worst_are_means_over_all_subsets(values: list[float], data: st
 
 
 @given(st.integers(1, 60), st.data())
-def test_best_of_right_and_wrong_is_pass_at_k(n: int, data: st.DataObject) -> None:
+def test_best_of_right_and_wrong_is_pass_at_k(n, data):
     right, k = data.draw(st.integers(0, n)), data.draw(st.integers(1, n))
     values = np.array([1.0] * right + [0.0] * (n - right))
     pass_at_k = 1 - math.comb(n - right, k) / math.comb(n, k)
@@ -56,16 +53,14 @@ def test_best_of_right_and_wrong_is_pass_at_k(n: int, data: st.DataObject) -> No
 
 @settings(max_examples=40)
 @given(st.lists(st.tuples(numbers, st.integers(0, 2)), min_size=1, max_size=5), st.data())
-def test_majority_is_the_mean_of_the_verl_rule_over_all_draws(
-    answers: list[tuple[float, int]], data: st.DataObject
-) -> None:
+def test_majority_is_the_mean_of_the_verl_rule_over_all_draws(answers, data):
     k = data.draw(st.integers(1, len(answers)))
     values, votes = (np.array(column) for column in zip(*answers, strict=True))
     every = fmean(verls_majority(drawn) for drawn in permutations(answers, k))
     assert expected_majority(values, votes, k)[0] == pytest.approx(every, abs=1e-6)
 
 
-def test_many_subsets_are_sampled_with_a_fixed_seed() -> None:
+def test_many_subsets_are_sampled_with_a_fixed_seed():
     generator = np.random.default_rng(7)
     values, votes = generator.integers(0, 2, 16).astype(float), generator.integers(0, 4, 16)
     every = [
@@ -87,17 +82,17 @@ def test_many_subsets_are_sampled_with_a_fixed_seed() -> None:
 @pytest.mark.parametrize(
     ("n", "ks"), [(1, []), (2, [2]), (3, [2, 3]), (4, [2, 4]), (5, [2, 4, 5]), (16, [2, 4, 8, 16])]
 )
-def test_subset_sizes_equal_those_of_verl(n: int, ks: list[int]) -> None:
+def test_subset_sizes_equal_those_of_verl(n, ks):
     assert subset_sizes(n) == ks
 
 
-def column(*values: object) -> np.ndarray:
+def column(*values):
     made = np.empty(len(values), dtype=object)
     made[:] = values
     return made
 
 
-def test_metric_names_equal_those_of_verl() -> None:
+def test_metric_names_equal_those_of_verl():
     metrics = validation_metrics(
         column(*["sums"] * 4, *["words"] * 4),
         column(*"aaaabbbb"),
@@ -130,7 +125,7 @@ def test_metric_names_equal_those_of_verl() -> None:
     assert metrics["val-aux/sums/reward/std@4"] == pytest.approx(pstdev([2, -2, -2, -2]))
 
 
-def test_prompts_are_averaged_not_answers() -> None:
+def test_prompts_are_averaged_not_answers():
     """A prompt with a failed answer counts as much as one without, and none where all failed."""
     metrics = validation_metrics(
         column(*["sums"] * 4, *["words"] * 4, *["lost"] * 2),
@@ -146,6 +141,6 @@ def test_prompts_are_averaged_not_answers() -> None:
     }
 
 
-def test_a_single_sample_has_only_the_mean() -> None:
+def test_a_single_sample_has_only_the_mean():
     metrics = validation_metrics(column("s"), column("a"), 1, {"reward": np.array([1.0])}, column("7"))
     assert metrics == {"val-core/s/reward/mean@1": 1.0}

@@ -8,9 +8,6 @@ import re
 import signal
 import threading
 import time
-from collections.abc import Callable, Iterator, Sequence
-from pathlib import Path
-from typing import Any
 
 import psutil
 import pytest
@@ -18,7 +15,7 @@ from support.expected_errors import raises
 from support.waits import wait_until
 
 from megarl.base.errors import StallError
-from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready
+from megarl.cluster import RaySession, ResourcePool, WorkerGroup, wait_ready
 from megarl.cluster.processes import collect_stacks, kill_processes
 from megarl.cluster.replica_processes import replica_processes
 from megarl.config.schema.run import WatchdogConfig
@@ -42,7 +39,7 @@ LIMIT_S = 600
 
 
 @pytest.fixture(scope="module")
-def pool(forked_workers: None) -> Iterator[PlacedPool]:
+def pool(forked_workers):
     with RaySession(num_cpus=2) as session:
         placed = session.place([ResourcePool("main", "cpu", [2])])["main"]
         placed.processes.options = TracingOptions(watched=True)
@@ -50,7 +47,7 @@ def pool(forked_workers: None) -> Iterator[PlacedPool]:
 
 
 @pytest.fixture(autouse=True)
-def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
+def watched(monkeypatch):
     monkeypatch.setattr(watchdog, "TICK_S", 0.2)
     watch_process(TracingOptions(watched=True))
     yield
@@ -60,31 +57,31 @@ def watched(monkeypatch: pytest.MonkeyPatch) -> Iterator[None]:
 class Clock:
     """The clock of the watchdog and the tracer."""
 
-    def __init__(self) -> None:
+    def __init__(self):
         self.ahead_ns = self.looks = 0
 
-    def __getattr__(self, name: str) -> Any:
+    def __getattr__(self, name):
         return getattr(time, name)
 
-    def monotonic_ns(self) -> int:
+    def monotonic_ns(self):
         self.looks += threading.current_thread().name == "watchdog"
         return time.monotonic_ns() + self.ahead_ns
 
-    def put_forward(self, seconds: int) -> None:
+    def put_forward(self, seconds):
         self.ahead_ns += seconds * 10**9
 
-    def put_forward_when(self, condition: Callable[[], object], seconds: int) -> None:
+    def put_forward_when(self, condition, seconds):
         """Put the clock forward once a condition holds, while the caller waits for something else."""
         threading.Thread(target=lambda: (wait_until(condition), self.put_forward(seconds)), daemon=True).start()
 
-    def wait_for_watchdog(self) -> None:
+    def wait_for_watchdog(self):
         """Wait until the watchdog has checked the phase."""
         seen = self.looks + 2  # the check of the first look may be under way
         wait_until(lambda: self.looks >= seen)
 
 
 @pytest.fixture
-def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
+def clock(monkeypatch):
     """A clock that is put forward; for the watchdog the machine never sleeps meanwhile."""
     clock = Clock()
     for module in (watchdog, tracer):
@@ -94,11 +91,11 @@ def clock(monkeypatch: pytest.MonkeyPatch) -> Clock:
 
 
 @pytest.fixture
-def start(pool: PlacedPool) -> Iterator[Callable[[str], WorkerGroup]]:
+def start(pool):
     """Starts three ranks of a role; what hangs is killed afterwards."""
     groups: list[WorkerGroup] = []
 
-    def start_group(role: str) -> WorkerGroup:
+    def start_group(role):
         groups.append(WorkerGroup(role, HANGING, {}, ParallelLayout(dp=RANKS), pool, threads=2))
         wait_ready(groups[-1:])
         return groups[-1]
@@ -110,7 +107,7 @@ def start(pool: PlacedPool) -> Iterator[Callable[[str], WorkerGroup]]:
     pool.processes.groups.clear()
 
 
-def stall_of(folder: Path) -> tuple[str, dict[str, str]]:
+def stall_of(folder):
     """The summary of the only stall, and the other files by name."""
     (stall,) = (folder / "stalls").iterdir()
     texts = {file.name: file.read_text(encoding="utf-8") for file in stall.iterdir()}
@@ -125,9 +122,7 @@ def stall_of(folder: Path) -> tuple[str, dict[str, str]]:
         ("stopped", r"\(pid \d+ on [\d.]+\) is stopped in update arg0=2 arg1=1; `kill -CONT \d+` there resumes it"),
     ],
 )
-def test_the_stalled_rank_is_named_and_the_run_ends(
-    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path, clock: Clock, how: str, words: str
-) -> None:
+def test_the_stalled_rank_is_named_and_the_run_ends(start, pool, tmp_path, clock, how, words):
     group = start("actor")
     pids = {member.rank: member.pid for member in pool.processes.members()}
     keys = WatchdogConfig(timeout_s=None, phases={"update_actor": LIMIT_S}, action="end")
@@ -154,9 +149,7 @@ def test_the_stalled_rank_is_named_and_the_run_ends(
     wait_until(lambda: not any(psutil.pid_exists(pid) for pid in pids.values()))
 
 
-def test_action_report_lets_the_run_continue(
-    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path, clock: Clock
-) -> None:
+def test_action_report_lets_the_run_continue(start, pool, tmp_path, clock):
     group, messages = start("critic"), []
     stopped = next(member.pid for member in pool.processes.members() if member.rank == 2)
     with Watchdog(WatchdogConfig(timeout_s=LIMIT_S), tmp_path, pool.processes, messages.append):
@@ -177,7 +170,7 @@ def test_action_report_lets_the_run_continue(
     assert len(messages) == 1 and f"critic rank 2 (pid {stopped} on" in messages[0]
 
 
-def test_a_stalled_reward_function_is_named(pool: PlacedPool, tmp_path: Path, clock: Clock) -> None:
+def test_a_stalled_reward_function_is_named(pool, tmp_path, clock):
     (tmp_path / "mine.py").write_text(
         "import time\ndef score(*a, **k):\n    while True:\n        time.sleep(1)\n", encoding="utf-8"
     )
@@ -196,13 +189,11 @@ def test_a_stalled_reward_function_is_named(pool: PlacedPool, tmp_path: Path, cl
         assert rewards.pids == []
 
 
-def test_a_stalled_engine_is_named(
-    start: Callable[[str], WorkerGroup], pool: PlacedPool, tmp_path: Path, clock: Clock
-) -> None:
+def test_a_stalled_engine_is_named(start, pool, tmp_path, clock):
     group = start("rollout")
     keys = WatchdogConfig(timeout_s=None, phases={"gen": LIMIT_S}, action="end")
 
-    async def ask() -> None:
+    async def ask():
         async with Router({1: replica_processes(group)[1]}, 1, timeout_s=600) as router:
             await router.generate([1], SamplingParams(max_new_tokens=1), seed=0)
 
@@ -216,7 +207,7 @@ def test_a_stalled_engine_is_named(
     assert "idle: rollout rank 0, rollout rank 2" in error.value.text
 
 
-def test_a_dead_rank_is_named(start: Callable[[str], WorkerGroup], pool: PlacedPool) -> None:
+def test_a_dead_rank_is_named(start, pool):
     start("actor").submit("update", 1, 0, "user code")
     pid = next(member.pid for member in pool.processes.members() if member.rank == 0)
     wait_until(lambda: "ranks 1, 2 wait" in explain_stall(collect_stacks(pool.processes)))
@@ -225,9 +216,7 @@ def test_a_dead_rank_is_named(start: Callable[[str], WorkerGroup], pool: PlacedP
     assert explain_stall(collect_stacks(pool.processes)).startswith(f"actor rank 0 (pid {pid}) is gone")
 
 
-def test_time_of_a_stopped_process_does_not_count(
-    pool: PlacedPool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_time_of_a_stopped_process_does_not_count(pool, tmp_path, monkeypatch):
     monkeypatch.setattr(watchdog, "ASLEEP_S", 0.3)
     messages: list[str] = []
     keys = WatchdogConfig(timeout_s=3)
@@ -246,8 +235,8 @@ def test_time_of_a_stopped_process_does_not_count(
 
 
 def test_a_phase_that_has_not_completed_yet_is_reported_at_once_and_ends_the_run_before_the_collective_fails(
-    pool: PlacedPool, tmp_path: Path, clock: Clock
-) -> None:
+    pool, tmp_path, clock
+):
     """The first pass may compile; the second is known to be short."""
     messages: list[str] = []
     later = LaterLimits(collective_s=watchdog.REPORT_S + 4 * LIMIT_S)
@@ -277,20 +266,20 @@ def test_a_phase_that_has_not_completed_yet_is_reported_at_once_and_ends_the_run
             time.sleep(120)
 
 
-def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path, clock: Clock) -> None:
+def test_finished_requests_are_progress(pool, tmp_path, clock):
     class Slow:
-        def __init__(self) -> None:
+        def __init__(self):
             self.requests: list[Request] = []
 
-        async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        async def accept(self, client, requests, aborted):
             self.requests = list(requests)
 
-        async def completions(self, client: str, wait_s: float) -> list[Completion]:
+        async def completions(self, client, wait_s):
             clock.put_forward(LIMIT_S // 2)
             await asyncio.to_thread(clock.wait_for_watchdog)
             return [Completion(request.request_id, [1], [0.0], "stop", 1) for request in self.requests]
 
-    async def ask() -> None:
+    async def ask():
         async with Router({0: Slow()}, 1, timeout_s=600) as router:
             await asyncio.gather(
                 *(router.generate([1], SamplingParams(max_new_tokens=1), seed=seed) for seed in range(7))
@@ -302,7 +291,7 @@ def test_finished_requests_are_progress(pool: PlacedPool, tmp_path: Path, clock:
     assert messages == []
 
 
-def test_limits_are_per_phase_and_double() -> None:
+def test_limits_are_per_phase_and_double():
     limits = PhaseLimits(WatchdogConfig(timeout_s=10, phases={"gen": 60, "testing": None}))
     assert (limits.of("gen"), limits.of("testing"), limits.of("adv")) == (60, None, 10)
     limits.double("gen")
@@ -312,7 +301,7 @@ def test_limits_are_per_phase_and_double() -> None:
     assert limits.any and not PhaseLimits(WatchdogConfig(timeout_s=None, phases={"gen": None})).any
 
 
-def test_limits_follow_the_history_of_the_run_below_the_limit_of_collectives() -> None:
+def test_limits_follow_the_history_of_the_run_below_the_limit_of_collectives():
     limits = PhaseLimits(WatchdogConfig(phases={"gen": 60}), LaterLimits(1800))
     assert limits.of("update_actor") == 240
     for seconds, limit in [(100, 240), (400, 800), (300, 800), (1000, 1740), (3000, 3750)]:
@@ -321,7 +310,7 @@ def test_limits_follow_the_history_of_the_run_below_the_limit_of_collectives() -
         assert (limits.of("update_actor"), limits.of("gen"), limits.of("values")) == (limit, 60, 240)
 
 
-def test_the_run_ends_after_first_passes_and_after_the_recovery_of_replicas() -> None:
+def test_the_run_ends_after_first_passes_and_after_the_recovery_of_replicas():
     later = LaterLimits(1800, {"gen": 180, "update_weights": 600})
     limits = PhaseLimits(WatchdogConfig(phases={"testing": 900, "save_checkpoint": None}), later)
     ends = {
@@ -339,7 +328,7 @@ def test_the_run_ends_after_first_passes_and_after_the_recovery_of_replicas() ->
     assert (limits.of("update_actor"), limits.end_of("update_actor", True)) == (480, 240), "reports delay no end"
 
 
-def test_the_time_of_a_finished_phase_is_observed(pool: PlacedPool, tmp_path: Path, clock: Clock) -> None:
+def test_the_time_of_a_finished_phase_is_observed(pool, tmp_path, clock):
     keys = WatchdogConfig(timeout_s=LIMIT_S)
     with Watchdog(keys, tmp_path, pool.processes, lambda text: None) as guard:
         with span("old_log_prob", PHASE):

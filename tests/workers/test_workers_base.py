@@ -1,7 +1,5 @@
 """The optimizer's options from a configuration, and the marks of the verbs."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 
@@ -28,7 +26,7 @@ from megarl.workers.sft import SFTWorker
         ({"lr_warmup_steps": 0, "lr_warmup_steps_ratio": 0.25}, 0, 40),
     ],
 )
-def test_lengths_of_the_schedule(optim: dict, warmup: int, total: int) -> None:
+def test_lengths_of_the_schedule(optim, warmup, total):
     options = optimizer_options(OptimConfig(**optim), MegatronConfig(), total_updates=40)
     assert (options.warmup_steps, options.total_steps) == (warmup, total)
 
@@ -42,19 +40,19 @@ def test_lengths_of_the_schedule(optim: dict, warmup: int, total: int) -> None:
         ({"lr_wsd_decay_steps": 7, "lr_wsd_decay_steps_ratio": 0.5}, 7),
     ],
 )
-def test_lengths_of_the_decay(optim: dict, decay: int) -> None:
+def test_lengths_of_the_decay(optim, decay):
     config = OptimConfig(lr_decay_style="wsd", lr_wsd_decay_style="cosine", **optim)
     options = optimizer_options(config, MegatronConfig(), total_updates=40)
     assert (options.wsd_decay_steps, options.wsd_decay_style) == (decay, "cosine")
 
 
-def test_only_configured_parts_are_offloaded() -> None:
+def test_only_configured_parts_are_offloaded():
     assert offloaded_parts(MegatronConfig()) == ()
     for part in ("param", "grad", "optimizer"):
         assert offloaded_parts(MegatronConfig(**{f"{part}_offload": True})) == (part,)
 
 
-def test_every_optimizer_setting_reaches_the_engine() -> None:
+def test_every_optimizer_setting_reaches_the_engine():
     optim = OptimConfig(
         lr=2e-3,
         betas=[0.8, 0.95],
@@ -71,7 +69,7 @@ def test_every_optimizer_setting_reaches_the_engine() -> None:
 
 
 @pytest.mark.parametrize("worker", [ActorWorker, CriticWorker, ReferenceWorker, SFTWorker])
-def test_split_verbs_declare_their_columns(worker: type) -> None:
+def test_split_verbs_declare_their_columns(worker):
     """A verb without declared columns would receive every column of the batch."""
     marks = [mark for mark in read_marks(worker).values() if mark.dispatch is Dispatch.SPLIT]
     assert marks
@@ -81,7 +79,7 @@ def test_split_verbs_declare_their_columns(worker: type) -> None:
         assert not mark.equal_rows or {"response_mask", "uid", "index"} <= set(mark.columns)
 
 
-def test_exchange_is_a_verb_of_one_rank() -> None:
+def test_exchange_is_a_verb_of_one_rank():
     assert read_marks(RolloutWorker)["accept"].dispatch is Dispatch.RANK
 
 
@@ -99,7 +97,7 @@ TIMEOUTS = (
 )
 
 
-def test_process_groups_have_the_configured_timeout() -> None:
+def test_process_groups_have_the_configured_timeout():
     """In another process, since a process has one set of process groups."""
     command = [sys.executable, "-c", TIMEOUTS, str(free_port())]
     result = subprocess.run(command, capture_output=True, text=True, timeout=120, check=True)

@@ -4,14 +4,10 @@ from __future__ import annotations
 
 import traceback
 from pathlib import Path
-from typing import Any
 
 from role_processes import MINI_BATCH_ROWS, actor_arguments
-from support.distributed import Place, ProcessPool
-from tiny_policies import Models
 
 import megarl
-from megarl.data import DataProto
 from megarl.megatron import shutdown_runtime
 from megarl.megatron.engine.optimizer import Optimizer
 from megarl.models import ParallelLayout
@@ -19,13 +15,13 @@ from megarl.workers.actor import ActorWorker
 from megarl.workers.dispatch import WorkerPlace
 
 
-def frames_at_optimizer_step(place: Place, arguments: dict[str, Any], batch: DataProto) -> list[str]:
+def frames_at_optimizer_step(place, arguments, batch):
     """Names of megarl's frames at the first ``Optimizer.step`` of ``update_actor``, outermost first."""
     worker = ActorWorker(WorkerPlace(place.rank, place.world_size, "127.0.0.1", place.port), **arguments)
     stacks: list[list[str]] = []
     original = Optimizer.step
 
-    def step(self: Optimizer, *args: Any) -> Any:
+    def step(self, *args):
         package = str(Path(megarl.__file__).parent)
         stacks.append([frame.name for frame in traceback.extract_stack() if frame.filename.startswith(package)])
         return original(self, *args)
@@ -40,7 +36,7 @@ def frames_at_optimizer_step(place: Place, arguments: dict[str, Any], batch: Dat
     return stacks[0]
 
 
-def test_three_frames_lead_from_update_actor_to_the_optimizer(role_pool: ProcessPool, models: Models) -> None:
+def test_three_frames_lead_from_update_actor_to_the_optimizer(role_pool, models):
     arguments = actor_arguments(models.policy_path, ParallelLayout())
     batch = models.batch[range(MINI_BATCH_ROWS)]
     (frames,) = role_pool.run(frames_at_optimizer_step, 1, arguments, batch)

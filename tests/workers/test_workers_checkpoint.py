@@ -1,14 +1,9 @@
 """A saved worker resumes exactly in a new worker, for synchronous and background saves."""
 
-from __future__ import annotations
-
-from pathlib import Path
-
 import pytest
 import torch
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, role_settings, update_plan, with_offload
-from support.distributed import ProcessPool
-from tiny_policies import LR, Models
+from tiny_policies import LR
 
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
@@ -16,11 +11,11 @@ from megarl.workers.critic import CriticWorker
 ALL = ("model", "optimizer", "extra")
 
 
-def save(role: Role, path: Path, in_background: bool = False, contents: tuple[str, ...] = ALL) -> None:
+def save(role, path, in_background=False, contents=ALL):
     role.call("save_checkpoint", str(path), contents, in_background)
 
 
-def finish(role: Role, path: Path) -> None:
+def finish(role, path):
     parts = role.call("finish_checkpoint")
     assert [part.failure for part in parts] == [""] * len(parts)
     results = {name: entry.size for part in parts for name, entry in part.entries.items()}
@@ -29,9 +24,7 @@ def finish(role: Role, path: Path) -> None:
 
 
 @pytest.mark.parametrize(("layout", "in_background"), [("tp2", False), ("pp2", True), ("dp2", True)])
-def test_actor_resumes_bit_exact(
-    role_pool: ProcessPool, models: Models, tmp_path: Path, layout: str, in_background: bool
-) -> None:
+def test_actor_resumes_bit_exact(role_pool, models, tmp_path, layout, in_background):
     arguments = with_offload(actor_arguments(models.policy_path, LAYOUTS[layout], reference=True))
     with Role(role_pool, ActorWorker, LAYOUTS[layout], arguments) as actor:
         reference = actor.map("compute_ref_log_prob", models.batch).tensors["ref_log_prob"]
@@ -49,10 +42,8 @@ def test_actor_resumes_bit_exact(
             assert all(torch.equal(own[name], weights[rank][name]) for name in own)
 
 
-def test_actor_resumes_in_another_layout_with_the_same_metrics(
-    role_pool: ProcessPool, models: Models, tmp_path: Path
-) -> None:
-    def actor(layout: str) -> Role:
+def test_actor_resumes_in_another_layout_with_the_same_metrics(role_pool, models, tmp_path):
+    def actor(layout):
         return Role(role_pool, ActorWorker, LAYOUTS[layout], actor_arguments(models.policy_path, LAYOUTS[layout]))
 
     without_reference = models.batch
@@ -67,8 +58,8 @@ def test_actor_resumes_in_another_layout_with_the_same_metrics(
         assert worker.update("update_actor", without_reference) == pytest.approx(metrics, rel=1e-5, abs=1e-7)
 
 
-def test_critic_resumes_in_another_layout(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
-    def critic(layout: str) -> Role:
+def test_critic_resumes_in_another_layout(role_pool, models, tmp_path):
+    def critic(layout):
         arguments = {
             "settings": role_settings(models.critic_path, LAYOUTS[layout]),
             "config": CRITIC,
@@ -89,9 +80,7 @@ def test_critic_resumes_in_another_layout(role_pool: ProcessPool, models: Models
     assert (continued - values).abs().max() < 1e-5
 
 
-def test_failed_save_is_a_result_and_the_worker_trains_on(
-    role_pool: ProcessPool, models: Models, tmp_path: Path
-) -> None:
+def test_failed_save_is_a_result_and_the_worker_trains_on(role_pool, models, tmp_path):
     (tmp_path / "taken").mkdir()
     (tmp_path / "taken" / "file").touch()
     with Role(role_pool, ActorWorker, LAYOUTS["tp2"], actor_arguments(models.policy_path, LAYOUTS["tp2"])) as actor:

@@ -1,23 +1,18 @@
 """An update with rollout correction gives the metrics and weights of a plain loop over tokens."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from role_processes import LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, update_plan
 from safetensors.torch import load_file
-from support.distributed import ProcessPool
-from tiny_policies import RESPONSE_WIDTH, Models, Row, Token, actor_tokens, load_model, policy_tokens, train
+from tiny_policies import RESPONSE_WIDTH, actor_tokens, load_model, policy_tokens, train
 
 from megarl.algorithms import Truncation, proximal_fractions
 from megarl.workers.actor import ActorWorker
 
 
-def test_rollout_correction_weights_and_rejected_tokens(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
+def test_rollout_correction_weights_and_rejected_tokens(role_pool, models, tmp_path):
     """Weights multiply the policy loss, not entropy and KL; rejected tokens count in no mean, on any rank."""
     mask = models.batch.tensors["response_mask"].clone()
     weights = 2 * mask * torch.rand(mask.shape, generator=torch.Generator().manual_seed(4))
@@ -38,14 +33,14 @@ def test_rollout_correction_weights_and_rejected_tokens(role_pool: ProcessPool, 
         torch.testing.assert_close(ours[name], theirs, rtol=1e-5, atol=1e-6)
 
 
-def test_loglinear_proximal_policy(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
+def test_loglinear_proximal_policy(role_pool, models, tmp_path):
     """Ratio and weight are about the estimate between behaviour and current policy, anew in each mini-batch."""
     real = models.batch.tensors["attention_mask"][:, -RESPONSE_WIDTH:]
     versions = torch.randint(-1, 4, real.shape, generator=torch.Generator().manual_seed(8))
     fractions = proximal_fractions(versions, 3) * real
     batch = models.batch.with_columns({"proximal_fractions": fractions})
 
-    def tokens(model: Any, row: Row) -> list[Token]:
+    def tokens(model, row):
         current = policy_tokens(model, row)[0].detach()
         behaviour = row.columns["old_log_probs"]
         proximal = behaviour + row.columns["proximal_fractions"] * (current - behaviour)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import math
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -21,14 +20,11 @@ from role_processes import (
     with_offload,
 )
 from safetensors.torch import load_file
-from support.distributed import ProcessPool
 from tiny_policies import (
     TEMPERATURE,
     VOCAB,
-    Models,
     Row,
     Token,
-    Trained,
     actor_tokens,
     load_model,
     policy_tokens,
@@ -36,15 +32,12 @@ from tiny_policies import (
     save_model,
     train,
 )
-from torch import Tensor
 
 from megarl.algorithms.distillation import forward_kl_topk
-from megarl.cluster.calls import PendingCall, completed_call
+from megarl.cluster.calls import completed_call
 from megarl.config import ActorConfig
 from megarl.config.schema.distillation import DistillationLossConfig
-from megarl.data import DataProto
 from megarl.megatron import PackedMicroBatch, PolicyOutputs
-from megarl.models import ParallelLayout
 from megarl.trainer.phases.model_passes import TeacherPhase
 from megarl.workers.actor import ActorWorker, loss_options
 from megarl.workers.distillation import distillation_loss
@@ -68,23 +61,23 @@ LOSSES = {
 }
 
 
-def distribution(model: Any, row: Row) -> Tensor:
+def distribution(model, row):
     """Log-probs of the whole vocabulary at each response token."""
     logits = model(torch.cat([row.prompt, row.response])[None]).logits[0, len(row.prompt) - 1 : -1]
     return (logits / TEMPERATURE).log_softmax(-1)
 
 
-def teacher_distribution(teacher: Any, row: Row) -> Tensor:
+def teacher_distribution(teacher, row):
     """Log-probs of the teacher over the student's vocabulary, which is smaller."""
     with torch.no_grad():
         return distribution(teacher, row)[:, :VOCAB].log_softmax(-1)
 
 
-def at_response(log_probs: Tensor, row: Row) -> Tensor:
+def at_response(log_probs, row):
     return log_probs.gather(1, row.response[:, None])[:, 0]
 
 
-def topk_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+def topk_tokens(teacher, model, row):
     theirs, ours, tokens = teacher_distribution(teacher, row), distribution(model, row), []
     for log_q, log_p in zip(theirs, ours, strict=True):
         best = log_q.argsort(descending=True)[:TOPK]
@@ -99,7 +92,7 @@ def topk_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
     return tokens
 
 
-def k3_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+def k3_tokens(teacher, model, row):
     theirs = at_response(teacher_distribution(teacher, row), row)
     ours, tokens = policy_tokens(model, row)[0], []
     for (task, losses, means), log_q, log_p in zip(actor_tokens(model, row), theirs, ours, strict=True):
@@ -109,7 +102,7 @@ def k3_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
     return tokens
 
 
-def k1_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+def k1_tokens(teacher, model, row):
     theirs = at_response(teacher_distribution(teacher, row), row)
     ours, tokens = policy_tokens(model, row)[0], []
     for index, (log_q, log_p) in enumerate(zip(theirs, ours, strict=True)):
@@ -137,7 +130,7 @@ FORMULAS: dict[str, Callable[[Any, Any, Row], list[Token]]] = {
 
 
 @pytest.fixture(scope="module")
-def teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
+def teacher(tmp_path_factory):
     """A larger model with more, unused tokens, as members of a family have."""
     path = tmp_path_factory.mktemp("teacher")
     shape = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "vocab_size": VOCAB + 6}
@@ -145,15 +138,15 @@ def teacher(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Any]:
 
 
 @pytest.fixture(scope="module")
-def expected(models: Models, teacher: tuple[Path, Any]) -> dict[str, Trained]:
-    def trained(case: Callable[[Any, Any, Row], list[Token]]) -> Trained:
+def expected(models, teacher):
+    def trained(case):
         model = load_model(models.policy_path)
         return train(model, models.batch, lambda m, row: case(teacher[1], m, row), "token-mean", MINI_BATCH_ROWS)
 
     return {name: trained(case) for name, case in FORMULAS.items()}
 
 
-def graded(pool: ProcessPool, path: Path, layout: ParallelLayout, batch: DataProto) -> DataProto:
+def graded(pool, path, layout, batch):
     """The batch with all columns of a teacher in a layout."""
     arguments = {
         "settings": role_settings(path, layout, learns=False),
@@ -169,13 +162,13 @@ def graded(pool: ProcessPool, path: Path, layout: ParallelLayout, batch: DataPro
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "cp2"])
 def test_teacher_and_losses(
-    role_pool: ProcessPool,
-    models: Models,
-    teacher: tuple[Path, Any],
-    expected: dict[str, Trained],
-    tmp_path: Path,
-    layout: str,
-) -> None:
+    role_pool,
+    models,
+    teacher,
+    expected,
+    tmp_path,
+    layout,
+):
     shape = LAYOUTS[layout]
     batch = graded(role_pool, teacher[0], shape, models.batch)
     for row in rows_of(batch):
@@ -199,7 +192,7 @@ def test_teacher_and_losses(
                 torch.testing.assert_close(weights[key], theirs, rtol=1e-5, atol=1e-6)
 
 
-def full_tokens(teacher: Any, model: Any, row: Row) -> list[Token]:
+def full_tokens(teacher, model, row):
     """The policy loss, and the KL from student to teacher over the student's vocabulary."""
     log_q = teacher_distribution(teacher, row)
     log_p, tokens = distribution(model, row), []
@@ -216,9 +209,7 @@ EXACT = DistillationLossConfig(loss_mode="full", distillation_loss_coef=COEF)
     ("of_teacher", "of_actor", "tied"),
     [("tp2", "pp2", True), ("cp2", "tp2", True), ("pp2", "cp2", False), ("tp1", "tp2", False), ("pp2", "dp2", False)],
 )
-def test_exact_kl_to_a_teacher_of_another_shape_and_layout(
-    role_pool: ProcessPool, models: Models, tmp_path: Path, of_teacher: str, of_actor: str, tied: bool
-) -> None:
+def test_exact_kl_to_a_teacher_of_another_shape_and_layout(role_pool, models, tmp_path, of_teacher, of_actor, tied):
     """Final hidden states travel, the actor has its rows of the output layer; the loss has the whole vocabulary."""
     shape = {"hidden_size": 48, "num_hidden_layers": 4, "num_attention_heads": 6, "vocab_size": VOCAB + 30}
     teacher = save_model(tmp_path / "teacher", tie_word_embeddings=tied, **shape)
@@ -253,13 +244,13 @@ def test_exact_kl_to_a_teacher_of_another_shape_and_layout(
 class RunningTeacher:
     """A teacher's worker group for the phase: processes that live during its pass."""
 
-    def __init__(self, pool: ProcessPool, path: Path, layout: ParallelLayout, form: HiddenForm) -> None:
+    def __init__(self, pool, path, layout, form):
         self.pool, self.layout = pool, layout
         settings = role_settings(path, layout, learns=False)
         self.arguments = {"settings": settings, "log_prob": log_prob_settings(), "topk": 0, "candidates": VOCAB}
         self.arguments["hidden"] = form
 
-    def submit(self, verb: str, batch: DataProto) -> PendingCall:
+    def submit(self, verb, batch):
         with Role(self.pool, TeacherWorker, self.layout, self.arguments) as worker:
             return completed_call(worker.map(verb, batch))
 
@@ -267,9 +258,7 @@ class RunningTeacher:
 @pytest.mark.parametrize(
     ("of_teachers", "of_actor"), [(("tp2", "pp2"), "tp2"), (("tp1", "cp2"), "cp2"), (("dp2", "tp1"), "pp2")]
 )
-def test_exact_kl_of_each_row_to_its_own_teacher(
-    role_pool: ProcessPool, models: Models, tmp_path: Path, of_teachers: tuple[str, str], of_actor: str
-) -> None:
+def test_exact_kl_of_each_row_to_its_own_teacher(role_pool, models, tmp_path, of_teachers, of_actor):
     """Two teachers of other hidden sizes and layouts; each mini-batch and micro-batch has rows of both."""
     shapes = {"wide": (48, 6, VOCAB + 30), "narrow": (24, 4, VOCAB)}
     teachers = {
@@ -312,7 +301,7 @@ def test_exact_kl_of_each_row_to_its_own_teacher(
         torch.testing.assert_close(weights[key], theirs, rtol=1e-5, atol=1e-6, msg=lambda m, n=key: f"{n}: {m}")
 
 
-def test_hidden_states_of_all_teachers_fit_into_one_column() -> None:
+def test_hidden_states_of_all_teachers_fit_into_one_column():
     states = torch.randn(5, 3, generator=torch.Generator().manual_seed(0)).bfloat16()
     columns = hidden_columns(states, HiddenForm(4, "float32", 1))
     assert torch.equal(columns["teacher_hidden"], torch.cat([states.float(), torch.zeros(5, 1)], 1))
@@ -321,7 +310,7 @@ def test_hidden_states_of_all_teachers_fit_into_one_column() -> None:
     assert list(alone) == ["teacher_hidden"] and alone["teacher_hidden"] is states
 
 
-def test_hidden_states_keep_the_teachers_number_format(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
+def test_hidden_states_keep_the_teachers_number_format(role_pool, models, tmp_path):
     save_model(tmp_path)
     settings = role_settings(tmp_path, LAYOUTS["tp1"], learns=False)
     settings = replace(settings, megatron=replace(settings.megatron, dtype="bfloat16"))
@@ -332,7 +321,7 @@ def test_hidden_states_keep_the_teachers_number_format(role_pool: ProcessPool, m
 
 
 @pytest.mark.parametrize(("clamp", "expected"), [(None, [math.exp(5) - 6, 14 + math.exp(-15)]), (3.0, [3.0, 3.0])])
-def test_k3_has_no_other_clamp_than_the_configured_one(clamp: float | None, expected: list[float]) -> None:
+def test_k3_has_no_other_clamp_than_the_configured_one(clamp, expected):
     """A token that only the teacher finds probable, and one that it finds improbable, still have a gradient."""
     student = torch.tensor([-6.0, -1.0], requires_grad=True)
     row = (torch.tensor([1]), torch.tensor([2, 3]))
@@ -346,7 +335,7 @@ def test_k3_has_no_other_clamp_than_the_configured_one(clamp: float | None, expe
     assert student.grad.tolist() == pytest.approx(slopes)
 
 
-def test_topk_over_the_whole_vocabulary_is_the_exact_kl() -> None:
+def test_topk_over_the_whole_vocabulary_is_the_exact_kl():
     generator = torch.Generator().manual_seed(1)
     log_p, log_q = (torch.randn(6, 9, generator=generator).log_softmax(-1) for _ in range(2))
     compared = forward_kl_topk(log_p, log_q)

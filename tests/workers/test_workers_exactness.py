@@ -4,16 +4,12 @@ Cases are drawn by their number, so a failure is reproducible. ``MEGARL_EXACTNES
 tests/workers/test_workers_exactness.py`` draws more than CI does.
 """
 
-from __future__ import annotations
-
 import os
 
 import pytest
 import torch
 from exactness_cases import MODELS, Case, Subject, draw, run, whole
 from role_processes import ACTOR
-from support.distributed import ProcessPool
-from torch import Tensor
 
 from megarl.models import ParallelLayout
 from megarl.workers.settings import MicroBatchBudget
@@ -48,14 +44,12 @@ TWICE = {
 
 
 @pytest.fixture(scope="module")
-def subjects(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, bool], Subject]:
+def subjects(tmp_path_factory):
     return {key: Subject(tmp_path_factory.mktemp(key[0]), *key) for key in MODELS}
 
 
 @pytest.mark.parametrize("number", CASES)
-def test_any_layout_equals_plain_transformers(
-    pool: ProcessPool, subjects: dict[tuple[str, bool], Subject], number: int
-) -> None:
+def test_any_layout_equals_plain_transformers(pool, subjects, number):
     case = draw(number, subjects)
     print(case)
     subject = subjects[case.kind, case.experts]
@@ -74,7 +68,7 @@ def test_any_layout_equals_plain_transformers(
     assert metrics == pytest.approx(expected, rel=1e-5, abs=1e-6)
 
 
-def check_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) -> None:
+def check_same(ours, theirs, what):
     """Each tensor within 1e-5 of its scale."""
     assert ours.keys() == theirs.keys()
     worst = {n: ((ours[n] - t).abs().max() / t.abs().max()).item() for n, t in theirs.items()}
@@ -83,7 +77,7 @@ def check_same(ours: dict[str, Tensor], theirs: dict[str, Tensor], what: str) ->
 
 
 @pytest.mark.parametrize("name", TWICE)
-def test_update_is_deterministic(pool: ProcessPool, subjects: dict[tuple[str, bool], Subject], name: str) -> None:
+def test_update_is_deterministic(pool, subjects, name):
     case = TWICE[name]
     once, again = (run(pool, subjects[case.kind, case.experts], case) for _ in range(2))
     for first, second in zip(once, again, strict=True):

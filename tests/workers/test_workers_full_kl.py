@@ -4,16 +4,12 @@ from __future__ import annotations
 
 import copy
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from role_processes import LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments
 from safetensors.torch import load_file
-from support.distributed import ProcessPool
-from tiny_policies import TEMPERATURE, Models, Row, Token, Trained, load_model, policy_tokens, rectangle, rows_of, train
-from torch import Tensor
+from tiny_policies import TEMPERATURE, Token, load_model, policy_tokens, rectangle, rows_of, train
 from transformers import AutoModelForCausalLM
 
 from megarl.config import ActorConfig
@@ -29,7 +25,7 @@ FULL = ActorConfig(
 )
 
 
-def full_kl(model: Any, reference: Any, row: Row) -> Tensor:
+def full_kl(model, reference, row):
     """``KL(model || reference)`` at each of a row's response tokens, differentiable."""
     log_p, log_q = (
         (
@@ -41,12 +37,12 @@ def full_kl(model: Any, reference: Any, row: Row) -> Tensor:
 
 
 @pytest.fixture(scope="module")
-def expected(models: Models) -> Trained:
+def expected(models):
     """Two steps: in the first the policy equals the reference, in the second it differs."""
     model = load_model(models.policy_path)
     reference = copy.deepcopy(model)
 
-    def tokens(model: Any, row: Row) -> list[Token]:
+    def tokens(model, row):
         log_probs, kl = policy_tokens(model, row)[0], full_kl(model, reference, row)
         result: list[Token] = []
         for t, old in enumerate(row.columns["old_log_probs"].tolist()):
@@ -59,9 +55,7 @@ def expected(models: Models) -> Trained:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_full_kl_in_loss_and_reward(
-    role_pool: ProcessPool, models: Models, expected: Trained, tmp_path: Path, layout: str
-) -> None:
+def test_full_kl_in_loss_and_reward(role_pool, models, expected, tmp_path, layout):
     shape = LAYOUTS[layout]
     arguments = actor_arguments(models.policy_path, shape, reference=True) | {"config": FULL}
     arguments["reference"] = replace(arguments["reference"], full_kl=True)

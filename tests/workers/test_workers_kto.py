@@ -1,18 +1,14 @@
 """KTO in every layout: the KL, the loss and updates equal plain transformers and torch."""
 
-from __future__ import annotations
-
 import copy
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
-from support.distributed import ProcessPool
 from support.valid_layouts import of_release
 from support.whole_tensors import whole_tensors
-from tiny_policies import VOCAB, Models, adam_of, clipped_step, load_model
+from tiny_policies import VOCAB, adam_of, clipped_step, load_model
 
 from megarl.config.schema.jobs import PreferenceLossConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
@@ -25,7 +21,7 @@ BETA, WEIGHTS = 0.3, {True: 1.2, False: 0.7}
 Example = tuple[torch.Tensor, torch.Tensor, bool]
 
 
-def examples(labels: str) -> list[Example]:
+def examples(labels):
     """Eight responses of different lengths to different prompts; ``+`` is a desirable one."""
     generator = torch.Generator().manual_seed(4)
     lengths = [(4, 3), (1, 5), (3, 1), (6, 2), (1, 7), (5, 1), (2, 9), (4, 4)]
@@ -33,7 +29,7 @@ def examples(labels: str) -> list[Example]:
     return [(prompt, response, label == "+") for (prompt, response), label in zip(made, labels, strict=True)]
 
 
-def batch_of(made: list[Example]) -> DataProto:
+def batch_of(made):
     """The columns of the data set: a mismatched sequence has the response of the row before."""
     own = [torch.cat([prompt, response]).tolist() for prompt, response, _ in made]
     others = [torch.cat([made[row][0], made[row - 1][1]]).tolist() for row in range(len(made))]
@@ -46,14 +42,14 @@ def batch_of(made: list[Example]) -> DataProto:
     return DataProto.from_dict(tensors, {"index": range(len(made))})
 
 
-def log_prob(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+def log_prob(model, prompt, response):
     """Log-prob of a response, one sequence at a time."""
     ids = torch.cat([prompt, response])
     rows = model(input_ids=ids[None]).logits[0].log_softmax(-1)
     return sum(rows[at - 1, ids[at]] for at in range(len(prompt), len(ids)))  # type: ignore[return-value]
 
 
-def divergence(policy: Any, reference: Any, made: list[Example]) -> float:
+def divergence(policy, reference, made):
     """KTO's estimate of the KL: prompts with the responses of the rows before, at least 0, without gradients."""
     with torch.no_grad():
         ratios = [
@@ -63,7 +59,7 @@ def divergence(policy: Any, reference: Any, made: list[Example]) -> float:
     return max(0.0, sum(ratio.item() for ratio in ratios) / len(ratios))
 
 
-def step_numbers(policy: Any, reference: Any, made: list[Example]) -> tuple[torch.Tensor, dict[str, float]]:
+def step_numbers(policy, reference, made):
     """The loss of a step by a loop over its responses (Ethayarajh et al. 2024), and its metrics."""
     kl = divergence(policy, reference, made)
     losses, rewards, correct = [], {True: [], False: []}, 0
@@ -85,7 +81,7 @@ def step_numbers(policy: Any, reference: Any, made: list[Example]) -> tuple[torc
     return loss, numbers
 
 
-def train(model: Any, reference: Any, made: list[Example], steps: int) -> list[dict[str, float]]:
+def train(model, reference, made, steps):
     """Steps of torch's AdamW."""
     adam, results = adam_of(model), []
     for step in range(steps):
@@ -97,7 +93,7 @@ def train(model: Any, reference: Any, made: list[Example], steps: int) -> list[d
     return results
 
 
-def worker_arguments(models: Models, layout: ParallelLayout, budget: Any) -> dict[str, Any]:
+def worker_arguments(models, layout, budget):
     loss = PreferenceLossConfig(type="kto", beta=BETA, desirable_weight=1.2, undesirable_weight=0.7)
     return {"settings": role_settings(models.policy_path, layout), "budget": budget, "loss": loss}
 
@@ -105,7 +101,7 @@ def worker_arguments(models: Models, layout: ParallelLayout, budget: Any) -> dic
 @pytest.mark.parametrize(
     ("layout", "labels"), [*((name, "+--+-+--") for name in NAMES), ("dp2", "++++++++"), ("tp1", "--------")]
 )
-def test_updates_equal_plain_torch(role_pool: ProcessPool, models: Models, layout: str, labels: str) -> None:
+def test_updates_equal_plain_torch(role_pool, models, layout, labels):
     made = examples(labels)
     batch, model = batch_of(made), load_model(models.policy_path)
     initial = copy.deepcopy(model)
@@ -136,7 +132,7 @@ def test_updates_equal_plain_torch(role_pool: ProcessPool, models: Models, layou
     assert columns["desirable"].tolist() == [int(label == "+") for label in labels]
 
 
-def test_kl_above_zero_is_a_constant_of_the_loss(role_pool: ProcessPool, models: Models) -> None:
+def test_kl_above_zero_is_a_constant_of_the_loss(role_pool, models):
     """After updates that raise all likelihoods the KL is positive, and gradients are still those of the loop."""
     made = examples("++++++++")
     model = load_model(models.policy_path)
@@ -155,7 +151,7 @@ def test_kl_above_zero_is_a_constant_of_the_loss(role_pool: ProcessPool, models:
         assert numbers == pytest.approx(reference, rel=1e-4), name
 
 
-def test_mismatched_sequences_are_not_in_the_update(role_pool: ProcessPool, models: Models) -> None:
+def test_mismatched_sequences_are_not_in_the_update(role_pool, models):
     """Passes: both sequences under the reference, the mismatched under the policy, and the own with gradients."""
     made = examples("+-+-+-+-")
     own = sum(len(prompt) + len(response) for prompt, response, _ in made)

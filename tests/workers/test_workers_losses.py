@@ -1,10 +1,6 @@
 """An update with each policy loss gives the metrics and weights of a plain loop over tokens, in any layout."""
 
-from __future__ import annotations
-
 import dataclasses
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -23,9 +19,8 @@ from loss_cases import (
 )
 from role_processes import BUDGETS, LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, update_plan
 from safetensors.torch import load_file
-from support.distributed import ProcessPool
 from support.valid_layouts import of_release
-from tiny_policies import Models, Trained, load_model, train
+from tiny_policies import load_model, train
 
 from megarl.algorithms import POLICY_LOSSES
 from megarl.config import ActorConfig
@@ -37,7 +32,7 @@ NAMES = {"tp1": list(FORMULAS), **{layout: WHOLE for layout in LAYOUTS if layout
 UNEVEN = [[0, 1, 2, 4], [3, 5, 6, 7]]  # three rows of the first mini-batch on one rank, one of the second
 
 
-def configured(name: str) -> ActorConfig:
+def configured(name):
     low, high = DIVERGENCE_BOUNDS if name.startswith("dppo") else (LOW, HIGH)
     return ActorConfig(
         clip_ratio_low=low,
@@ -56,7 +51,7 @@ def configured(name: str) -> ActorConfig:
 
 
 @pytest.fixture(scope="module")
-def reference(models: Models) -> dict[str, Trained]:
+def reference(models):
     """Results of two mini-batches by plain loops, by loss."""
     return {
         name: train(
@@ -70,12 +65,12 @@ def reference(models: Models) -> dict[str, Trained]:
     }
 
 
-def test_loops_cover_every_policy_loss() -> None:
+def test_loops_cover_every_policy_loss():
     """test_workers_update covers PPO's loss; gpg equals reinforce."""
     assert {*FORMULAS, "vanilla", "gpg"} == set(POLICY_LOSSES) and POLICY_LOSSES["gpg"] is POLICY_LOSSES["reinforce"]
 
 
-def test_batch_triggers_every_clip_and_selection(reference: dict[str, Trained]) -> None:
+def test_batch_triggers_every_clip_and_selection(reference):
     for name, trained in reference.items():
         token_means = {
             k: v for k, v in trained.metrics.items() if k in ("pg_clipfrac", "pg_clipfrac_lower", "kl_cov_frac")
@@ -84,9 +79,7 @@ def test_batch_triggers_every_clip_and_selection(reference: dict[str, Trained]) 
 
 
 @pytest.mark.parametrize("layout", of_release(["tp1", "tp2", "cp2", "dp2"], ["pp2"]))
-def test_updates(
-    role_pool: ProcessPool, models: Models, reference: dict[str, Trained], tmp_path: Path, layout: str
-) -> None:
+def test_updates(role_pool, models, reference, tmp_path, layout):
     shape = LAYOUTS[layout]
     with Role(role_pool, ActorWorker, shape, actor_arguments(models.policy_path, shape)) as actor:
         for number, name in enumerate(NAMES[layout]):
@@ -96,7 +89,7 @@ def test_updates(
             check(actor, models, reference[name], tmp_path / name, UNEVEN if layout == "dp2" else None)
 
 
-def check(actor: Role, models: Models, expected: Trained, folder: Path, plan: Any) -> None:
+def check(actor, models, expected, folder, plan):
     results = actor.split("update_actor", models.batch, MINI_BATCH_ROWS, plan=plan)
     expected_metrics = {f"actor/{name}": value for name, value in expected.metrics.items()} | {
         "actor/skipped_steps": 0.0,
@@ -112,9 +105,7 @@ def check(actor: Role, models: Models, expected: Trained, folder: Path, plan: An
         torch.testing.assert_close(ours[name], theirs, rtol=1e-5, atol=1e-6, msg=lambda m, n=name: f"{n}: {m}")
 
 
-def test_user_defined_policy_loss(
-    role_pool: ProcessPool, models: Models, reference: dict[str, Trained], tmp_path: Path
-) -> None:
+def test_user_defined_policy_loss(role_pool, models, reference, tmp_path):
     """A function in a file that the workers import."""
     file = tmp_path / "mine.py"
     file.write_text(

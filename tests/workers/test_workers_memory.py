@@ -10,8 +10,8 @@ import pytest
 import role_processes
 import torch
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, log_prob_settings, role_settings, update_plan
-from support.distributed import Place, ProcessPool, RemoteError
-from tiny_policies import ROW_LENGTHS, Models
+from support.distributed import RemoteError
+from tiny_policies import ROW_LENGTHS
 
 from megarl.megatron.engine.out_of_memory import DeviceMemoryError
 from megarl.workers.actor import ActorWorker
@@ -29,7 +29,7 @@ FITS = LONGEST + 3
 MEMORY_METRICS = ("out_of_memory", "update_micro_batch_limit", "forward_micro_batch_limit")
 
 
-def limit_memory(place: Place, tokens: int, ranks: Sequence[int], during: str, peers_wait_s: float = 120.0) -> None:
+def limit_memory(place, tokens, ranks, during, peers_wait_s=120.0):
     """Let the last layer run out of memory for micro-batches of more tokens, after it used the random generator."""
     engine = role_processes._held[0].engine
     engine._vote._peers_wait_s = peers_wait_s
@@ -37,11 +37,11 @@ def limit_memory(place: Place, tokens: int, ranks: Sequence[int], during: str, p
         return
     cp = engine.runtime.layout.cp
 
-    def exhausted(*_: Any) -> None:
+    def exhausted(*_):
         torch.rand(3)
         raise torch.OutOfMemoryError("CUDA out of memory. Tried to allocate 20.00 GiB. If reserved but unallocated ...")
 
-    def check(module: torch.nn.Module, args: Any, kwargs: Any, output: Any) -> None:
+    def check(module, args, kwargs, output):
         hidden = output[0] if isinstance(output, tuple) else output
         if hidden.shape[0] * cp > tokens:
             if during == "backward" and hidden.requires_grad:
@@ -58,20 +58,20 @@ def limit_memory(place: Place, tokens: int, ranks: Sequence[int], during: str, p
     layer.register_forward_hook(check, with_kwargs=True)
 
 
-def random_state(place: Place) -> torch.Tensor:
+def random_state(place):
     return torch.get_rng_state()
 
 
 def role_of(
-    pool: ProcessPool,
-    models: Models,
-    kind: str,
-    layout: str,
-    budget: MicroBatchBudget,
+    pool,
+    models,
+    kind,
+    layout,
+    budget,
     *,
-    overlap: bool = False,
-    **changes: Any,
-) -> Role:
+    overlap=False,
+    **changes,
+):
     """A role whose passes all have one budget."""
     parallel, plan = LAYOUTS[layout], dataclasses.replace(update_plan(), budget=budget)
     log_prob = dataclasses.replace(log_prob_settings(), budget=budget)
@@ -101,7 +101,7 @@ PASSES = {
 }
 
 
-def results(role: Role, kind: str, models: Models) -> tuple[dict[str, torch.Tensor], dict[str, float], list[Any]]:
+def results(role, kind, models):
     """Columns of the passes without gradients, metrics of an update, weights by rank."""
     verbs, update = PASSES[kind]
     columns = {f"{verb} {name}": c for verb in verbs for name, c in role.map(verb, models.batch).tensors.items()}
@@ -131,7 +131,7 @@ CASES = [
 
 
 @pytest.mark.parametrize("case", CASES, ids=lambda case: f"{case.kind} {case.layout} {case.during}")
-def test_results_equal_those_of_the_smaller_budget(role_pool: ProcessPool, models: Models, case: Case) -> None:
+def test_results_equal_those_of_the_smaller_budget(role_pool, models, case):
     kind, limit = case.kind, 16
     with role_of(role_pool, models, kind, case.layout, case.budget, overlap=case.overlap) as role:
         before = role._run(random_state)
@@ -163,7 +163,7 @@ def test_results_equal_those_of_the_smaller_budget(role_pool: ProcessPool, model
             torch.testing.assert_close(ours[name], theirs[name], rtol=1e-6, atol=1e-7)
 
 
-def test_error_names_the_budget_where_peers_wait_in_a_collective(role_pool: ProcessPool, models: Models) -> None:
+def test_error_names_the_budget_where_peers_wait_in_a_collective(role_pool, models):
     role = role_of(role_pool, models, "actor", "tp2", LARGE)
     role.call("init_model")
     role._run(limit_memory, FITS, [1], "forward", 1.0)
@@ -182,24 +182,22 @@ def test_error_names_the_budget_where_peers_wait_in_a_collective(role_pool: Proc
         ("tp1", {}, 1, f"a single row of {LONGEST} tokens: set recompute_granularity=full"),
     ],
 )
-def test_error_where_the_pass_cannot_be_repeated(
-    role_pool: ProcessPool, models: Models, layout: str, changes: dict[str, Any], tokens: int, reason: str
-) -> None:
+def test_error_where_the_pass_cannot_be_repeated(role_pool, models, layout, changes, tokens, reason):
     with role_of(role_pool, models, "sft", layout, LARGE, **changes) as role:
         role._run(limit_memory, tokens, [0], "forward")
         (raised,) = role.split("update_sft", models.batch, 8, attempt=True)
     assert raised.kind == "DeviceMemoryError" and reason in raised.text
 
 
-def alone(budget: MicroBatchBudget) -> MemoryBudgets:
+def alone(budget):
     """Budgets of a role with one rank."""
     return MemoryBudgets("actor", lambda count: [count], lambda numbers: numbers)
 
 
-def shortage(fits: int, rows: PackedRows, budget: MicroBatchBudget) -> Any:
+def shortage(fits, rows, budget):
     """A pass that runs out of memory for larger micro-batches; returns its micro-batches."""
 
-    def run(groups: Sequence[Sequence[int]]) -> list[int]:
+    def run(groups):
         sizes = [rows.load(budget, group) for group in groups]
         if max(sizes) > fits:
             raise DeviceMemoryError("rank 0 ran out", repeatable=True)
@@ -208,7 +206,7 @@ def shortage(fits: int, rows: PackedRows, budget: MicroBatchBudget) -> Any:
     return run
 
 
-def test_budget_halves_but_not_below_the_longest_row(models: Models) -> None:
+def test_budget_halves_but_not_below_the_longest_row(models):
     rows = PackedRows(models.batch)
     total = sum(map(sum, ROW_LENGTHS))
     budgets = alone(LARGE)
@@ -223,14 +221,14 @@ def test_budget_halves_but_not_below_the_longest_row(models: Models) -> None:
     assert budgets.run_pass(FORWARD, LARGE, rows, shortage(total, rows, LARGE)) == [total]
 
 
-def test_rows_per_micro_batch_halve_to_one(models: Models) -> None:
+def test_rows_per_micro_batch_halve_to_one(models):
     rows, budget = PackedRows(models.batch), MicroBatchBudget(size=8)
     budgets = alone(budget)
     assert budgets.run_pass(UPDATE, budget, rows, shortage(1, rows, budget)) == [1] * 8
     assert budgets.take_metrics() == {"actor/out_of_memory": 3, "actor/update_micro_batch_limit": 1}
 
 
-def test_a_longer_row_raises_the_shrunk_budget_for_its_pass(models: Models) -> None:
+def test_a_longer_row_raises_the_shrunk_budget_for_its_pass(models):
     rows = PackedRows(models.batch)
     lengths = [sum(lengths) for lengths in ROW_LENGTHS]
     short = [row for row, length in enumerate(lengths) if length < LONGEST]

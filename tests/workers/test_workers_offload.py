@@ -2,19 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
 from contextlib import contextmanager
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 import pytest
 import torch
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, role_settings, update_plan, with_offload
-from support.distributed import Place, ProcessPool
-from tiny_policies import Models
 
-from megarl.data import DataProto
 from megarl.megatron import shutdown_runtime
 from megarl.megatron.engine.offload import PARTS
 from megarl.megatron.runtime.host_memory import HostBuffer
@@ -24,11 +19,11 @@ from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.sft import SFTWorker
 
 
-def actors_day(role: Role, models: Models, folder: Path, expected: tuple[str, ...]) -> list[Any]:
+def actors_day(role, models, folder, expected):
     """Results of every verb; checks the offloaded parts after each."""
     numbers: list[Any] = []
 
-    def note(result: Any) -> None:
+    def note(result):
         numbers.append(result)
         assert role.offloaded_parts() == expected
 
@@ -45,7 +40,7 @@ def actors_day(role: Role, models: Models, folder: Path, expected: tuple[str, ..
     return [*numbers, (folder / "hf" / "model.safetensors").read_bytes()]
 
 
-def test_offloading_actor_equals_resident_actor(role_pool: ProcessPool, models: Models, tmp_path: Path) -> None:
+def test_offloading_actor_equals_resident_actor(role_pool, models, tmp_path):
     arguments = actor_arguments(models.policy_path, LAYOUTS["dp2"], reference=True)
     with Role(role_pool, ActorWorker, LAYOUTS["dp2"], arguments) as actor:
         plain = actors_day(actor, models, tmp_path / "plain", ())
@@ -59,7 +54,7 @@ def test_offloading_actor_equals_resident_actor(role_pool: ProcessPool, models: 
         assert mine == other
 
 
-def test_offloading_critic_equals_resident_critic(role_pool: ProcessPool, models: Models) -> None:
+def test_offloading_critic_equals_resident_critic(role_pool, models):
     layout = LAYOUTS["pp2"]
     arguments = {"settings": role_settings(models.critic_path, layout), "config": CRITIC, "plan": update_plan()}
     with Role(role_pool, CriticWorker, layout, with_offload(arguments)) as critic:
@@ -73,7 +68,7 @@ def test_offloading_critic_equals_resident_critic(role_pool: ProcessPool, models
 
 
 @contextmanager
-def actor_process(place: Place, arguments: dict[str, Any]) -> Iterator[ActorWorker]:
+def actor_process(place, arguments):
     """An actor of one rank, after its start."""
     actor = ActorWorker(WorkerPlace(place.rank, place.world_size, "127.0.0.1", place.port), **arguments)
     try:
@@ -86,7 +81,7 @@ def actor_process(place: Place, arguments: dict[str, Any]) -> Iterator[ActorWork
 PHASES = ("compute_log_prob", "compute_ref_log_prob", "update_actor")
 
 
-def returns_of_cached_memory(place: Place, arguments: dict[str, Any], batch: DataProto) -> dict[str, list[int]]:
+def returns_of_cached_memory(place, arguments, batch):
     """Micro-batches whose outputs are still held at each return of cached memory to the driver, by phase."""
     returns: dict[str, list[int]] = {}
     with actor_process(place, arguments) as actor, pytest.MonkeyPatch.context() as patch:
@@ -101,14 +96,14 @@ def returns_of_cached_memory(place: Place, arguments: dict[str, Any], batch: Dat
     return returns
 
 
-def test_every_phase_returns_cached_memory_also_without_offload(role_pool: ProcessPool, models: Models) -> None:
+def test_every_phase_returns_cached_memory_also_without_offload(role_pool, models):
     """An engine that wakes beside the role can only use memory that the driver has."""
     arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"], reference=True)
     (returns,) = role_pool.run(returns_of_cached_memory, 1, arguments, models.batch)
     assert returns == {phase: [0] for phase in (*PHASES, "make_room")}
 
 
-def pending_and_moments(place: Place, arguments: dict[str, Any], batch: DataProto) -> tuple[int, int, int]:
+def pending_and_moments(place, arguments, batch):
     """Pending device bytes before and after the first update, and bytes of Adam's moments after it."""
     with actor_process(place, arguments) as actor:
         before = actor.pending_device_bytes()
@@ -119,9 +114,7 @@ def pending_and_moments(place: Place, arguments: dict[str, Any], batch: DataProt
         return before, actor.pending_device_bytes(), moments
 
 
-def test_pending_memory_is_that_of_adams_moments_unless_they_are_offloaded(
-    role_pool: ProcessPool, models: Models
-) -> None:
+def test_pending_memory_is_that_of_adams_moments_unless_they_are_offloaded(role_pool, models):
     arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"])
     ((before, after, moments),) = role_pool.run(pending_and_moments, 1, arguments, models.batch)
     assert before - after == moments > 0
@@ -130,7 +123,7 @@ def test_pending_memory_is_that_of_adams_moments_unless_they_are_offloaded(
     assert before == after == 2**30
 
 
-def returns_of_a_supervised_job(place: Place, arguments: dict[str, Any], batch: DataProto) -> list[int]:
+def returns_of_a_supervised_job(place, arguments, batch):
     worker = SFTWorker(WorkerPlace(place.rank, place.world_size, "127.0.0.1", place.port), **arguments)
     try:
         worker.init_model()
@@ -143,13 +136,13 @@ def returns_of_a_supervised_job(place: Place, arguments: dict[str, Any], batch: 
         shutdown_runtime()
 
 
-def test_steps_of_a_supervised_job_keep_their_cached_memory(role_pool: ProcessPool, models: Models) -> None:
+def test_steps_of_a_supervised_job_keep_their_cached_memory(role_pool, models):
     """No other process uses its GPUs, and the next step would allocate the same memory again."""
     arguments = {"settings": role_settings(models.policy_path, LAYOUTS["tp1"]), "plan": update_plan()}
     assert role_pool.run(returns_of_a_supervised_job, 1, arguments, models.batch) == [[]]
 
 
-def returns_of_log_probs(place: Place, arguments: dict[str, Any], batch: DataProto) -> list[int]:
+def returns_of_log_probs(place, arguments, batch):
     with actor_process(place, arguments) as actor, pytest.MonkeyPatch.context() as patch:
         returns: list[int] = []
         patch.setattr(torch.cuda, "empty_cache", lambda: returns.append(1))
@@ -158,16 +151,14 @@ def returns_of_log_probs(place: Place, arguments: dict[str, Any], batch: DataPro
 
 
 @pytest.mark.parametrize("alone", [False, True])
-def test_phases_of_a_role_alone_on_its_devices_keep_their_cached_memory(
-    role_pool: ProcessPool, models: Models, alone: bool
-) -> None:
+def test_phases_of_a_role_alone_on_its_devices_keep_their_cached_memory(role_pool, models, alone):
     arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"])
     arguments["settings"] = replace(arguments["settings"], has_own_devices=alone)
     (returns,) = role_pool.run(returns_of_log_probs, 1, arguments, models.batch)
     assert bool(returns) is not alone
 
 
-def copies(place: Place, arguments: dict[str, Any], batch: DataProto) -> tuple[int, list[tuple[int, int]]]:
+def copies(place, arguments, batch):
     """Bytes of the weights, and bytes copied to host memory and to the device in each call."""
     calls: list[tuple[int, int]] = []
     with actor_process(place, arguments) as actor, pytest.MonkeyPatch.context() as patch:
@@ -177,7 +168,7 @@ def copies(place: Place, arguments: dict[str, Any], batch: DataProto) -> tuple[i
         patch.setattr(HostBuffer, "write", lambda self, data: (out.extend(map(len, data)), write(self, data))[1])
         patch.setattr(HostBuffer, "read", lambda self, at, to: (back.append(len(to)), read(self, at, to))[1])
 
-        def note() -> None:
+        def note():
             calls.append((sum(out), sum(back)))
             out.clear(), back.clear()
 
@@ -193,9 +184,7 @@ def copies(place: Place, arguments: dict[str, Any], batch: DataProto) -> tuple[i
 
 
 @pytest.mark.parametrize("offload", [False, True])
-def test_phases_copy_unchanged_weights_only_to_the_device(
-    role_pool: ProcessPool, models: Models, offload: bool
-) -> None:
+def test_phases_copy_unchanged_weights_only_to_the_device(role_pool, models, offload):
     arguments = actor_arguments(models.policy_path, LAYOUTS["tp1"], reference=True)
     ((size, calls),) = role_pool.run(copies, 1, with_offload(arguments) if offload else arguments, models.batch)
     if offload:

@@ -1,14 +1,11 @@
 """Outputs of the roles equal Hugging Face in every layout."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
 import torch
 from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, log_prob_settings, role_settings, update_plan
-from support.distributed import ProcessPool
-from tiny_policies import PROMPT_WIDTH, TEMPERATURE, Models, policy_tokens, rectangle, rows_of, value_tokens
+from tiny_policies import PROMPT_WIDTH, TEMPERATURE, policy_tokens, rectangle, rows_of, value_tokens
 
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
@@ -16,7 +13,7 @@ from megarl.workers.reference import ReferenceWorker
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_actor(role_pool: ProcessPool, models: Models, layout: str) -> None:
+def test_actor(role_pool, models, layout):
     expected = [policy_tokens(models.policy, row) for row in rows_of(models.batch)]
     with Role(role_pool, ActorWorker, LAYOUTS[layout], actor_arguments(models.policy_path, LAYOUTS[layout])) as actor:
         result = actor.map("compute_log_prob", models.batch).tensors
@@ -28,7 +25,7 @@ def test_actor(role_pool: ProcessPool, models: Models, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_sums_of_squared_probabilities(role_pool: ProcessPool, models: Models, layout: str) -> None:
+def test_sums_of_squared_probabilities(role_pool, models, layout):
     """The sums for optimal token baselines equal those of transformers' logits; the log-probs do not change."""
     arguments = actor_arguments(models.policy_path, LAYOUTS[layout])
     with Role(role_pool, ActorWorker, LAYOUTS[layout], arguments) as actor:
@@ -46,7 +43,7 @@ def test_sums_of_squared_probabilities(role_pool: ProcessPool, models: Models, l
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_critic(role_pool: ProcessPool, models: Models, layout: str) -> None:
+def test_critic(role_pool, models, layout):
     arguments = {
         "settings": role_settings(models.critic_path, LAYOUTS[layout]),
         "config": CRITIC,
@@ -59,7 +56,7 @@ def test_critic(role_pool: ProcessPool, models: Models, layout: str) -> None:
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-def test_reference_with_separate_processes(role_pool: ProcessPool, models: Models, layout: str) -> None:
+def test_reference_with_separate_processes(role_pool, models, layout):
     arguments = {
         "settings": role_settings(models.policy_path, LAYOUTS[layout], learns=False),
         "log_prob": log_prob_settings("all rows"),
@@ -72,7 +69,7 @@ def test_reference_with_separate_processes(role_pool: ProcessPool, models: Model
     assert (vectors - mean_states(models)).abs().max() < 1e-5
 
 
-def mean_states(models: Models) -> torch.Tensor:
+def mean_states(models):
     """Mean of the last layer's states at each row's trained tokens, by transformers."""
     means = []
     for row in rows_of(models.batch):
@@ -84,7 +81,7 @@ def mean_states(models: Models) -> torch.Tensor:
     return torch.stack(means)
 
 
-def test_fewer_rows_than_data_parallel_ranks(role_pool: ProcessPool, models: Models) -> None:
+def test_fewer_rows_than_data_parallel_ranks(role_pool, models):
     """The idle rank computes a copy of a row; its result is not used twice."""
     layout, one = LAYOUTS["dp2"], models.batch[4]
     theirs = policy_tokens(models.policy, rows_of(one)[0])[0].detach()
@@ -95,9 +92,7 @@ def test_fewer_rows_than_data_parallel_ranks(role_pool: ProcessPool, models: Mod
 
 
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_reference_inside_the_actor_stays_the_initial_policy(
-    role_pool: ProcessPool, models: Models, layout: str
-) -> None:
+def test_reference_inside_the_actor_stays_the_initial_policy(role_pool, models, layout):
     arguments = actor_arguments(models.policy_path, LAYOUTS[layout], reference=True)
     with Role(role_pool, ActorWorker, LAYOUTS[layout], arguments) as actor:
         before = actor.map("compute_ref_log_prob", models.batch).tensors["ref_log_prob"]

@@ -1,12 +1,9 @@
 """With rows split by work, the model computes every real token once, and no other token."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from role_processes import ACTOR, LAYOUTS, Role, actor_arguments
-from support.distributed import ProcessPool
-from tiny_policies import RESPONSE_WIDTH, ROW_LENGTHS, Models, actor_tokens, load_model, train
+from tiny_policies import RESPONSE_WIDTH, ROW_LENGTHS, actor_tokens, load_model, train
 
 from megarl.workers.actor import ActorWorker
 from megarl.workers.settings import MicroBatchBudget, UpdatePlan
@@ -15,7 +12,7 @@ from megarl.workers.settings import MicroBatchBudget, UpdatePlan
 PLAN = [[0, 2, 4], [1, 3, 5, 6, 7]]
 
 
-def test_ranks_with_different_rows_run_the_same_number_of_micro_batches(role_pool: ProcessPool, models: Models) -> None:
+def test_ranks_with_different_rows_run_the_same_number_of_micro_batches(role_pool, models):
     layout, budget = LAYOUTS["dp2"], MicroBatchBudget(max_tokens=24)
     arguments = actor_arguments(models.policy_path, layout)
     arguments["plan"] = UpdatePlan(len(ROW_LENGTHS), 1, budget, "seq-mean-token-mean", RESPONSE_WIDTH)
@@ -43,7 +40,7 @@ def test_ranks_with_different_rows_run_the_same_number_of_micro_batches(role_poo
 
 
 @pytest.mark.parametrize("layout", ["tp1", "pp2"])
-def test_log_probs_compute_real_tokens_only(role_pool: ProcessPool, models: Models, layout: str) -> None:
+def test_log_probs_compute_real_tokens_only(role_pool, models, layout):
     with Role(role_pool, ActorWorker, LAYOUTS[layout], actor_arguments(models.policy_path, LAYOUTS[layout])) as actor:
         actor.count_tokens()
         actor.map("compute_log_prob", models.batch)

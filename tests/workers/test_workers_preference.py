@@ -1,19 +1,15 @@
 """Preference optimization in every layout: log-probs and updates equal plain transformers and torch."""
 
-from __future__ import annotations
-
 import copy
 import math
 from dataclasses import replace
-from typing import Any
 
 import pytest
 import torch
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
-from support.distributed import ProcessPool
 from support.valid_layouts import of_release
 from support.whole_tensors import whole_tensors
-from tiny_policies import VOCAB, Models, adam_of, clipped_step, load_model
+from tiny_policies import VOCAB, adam_of, clipped_step, load_model
 
 from megarl.config.schema.jobs import PreferenceLossConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
@@ -26,11 +22,11 @@ BETA, GAMMA = 0.3, 0.4
 Pair = tuple[torch.Tensor, torch.Tensor, torch.Tensor]
 
 
-def pairs() -> tuple[DataProto, list[Pair]]:
+def pairs():
     """Eight pairs of responses of different lengths to one prompt each."""
     generator = torch.Generator().manual_seed(4)
 
-    def draw(length: int) -> torch.Tensor:
+    def draw(length):
         return torch.randint(1, VOCAB, (length,), generator=generator)
 
     lengths = [(4, 3, 2), (1, 5, 6), (3, 1, 4), (6, 2, 2), (1, 7, 1), (5, 1, 1), (2, 2, 9), (4, 4, 4)]
@@ -45,14 +41,14 @@ def pairs() -> tuple[DataProto, list[Pair]]:
     return DataProto.from_dict(tensors, {"index": range(len(made))}), made
 
 
-def response_log_prob(model: Any, prompt: torch.Tensor, response: torch.Tensor) -> torch.Tensor:
+def response_log_prob(model, prompt, response):
     """Log-prob of a response, one sequence at a time."""
     ids = torch.cat([prompt, response])
     rows = model(input_ids=ids[None]).logits[0].log_softmax(-1)
     return sum(rows[at - 1, ids[at]] for at in range(len(prompt), len(ids)))  # type: ignore[return-value]
 
 
-def pair_loss(kind: str, policy: Any, reference: Any, pair: Pair) -> torch.Tensor:
+def pair_loss(kind, policy, reference, pair):
     prompt, chosen, rejected = pair
     p = [response_log_prob(policy, prompt, response) for response in (chosen, rejected)]
     if kind == "simpo":
@@ -62,7 +58,7 @@ def pair_loss(kind: str, policy: Any, reference: Any, pair: Pair) -> torch.Tenso
     return -torch.nn.functional.logsigmoid(BETA * ((p[0] - q[0]) - (p[1] - q[1])))
 
 
-def train(kind: str, model: Any, made: list[Pair], steps: int) -> list[dict[str, float]]:
+def train(kind, model, made, steps):
     """Steps of torch's AdamW on the mean over the pairs."""
     reference = copy.deepcopy(model)
     adam = adam_of(model)
@@ -77,7 +73,7 @@ def train(kind: str, model: Any, made: list[Pair], steps: int) -> list[dict[str,
 
 
 @pytest.mark.parametrize(("layout", "kind"), [*((name, "dpo") for name in NAMES), ("pp2", "simpo")])
-def test_updates_equal_plain_torch(role_pool: ProcessPool, models: Models, layout: str, kind: str) -> None:
+def test_updates_equal_plain_torch(role_pool, models, layout, kind):
     batch, made = pairs()
     model = load_model(models.policy_path)
     expected = train(kind, model, made, steps=2)
@@ -108,7 +104,7 @@ def test_updates_equal_plain_torch(role_pool: ProcessPool, models: Models, layou
     assert columns["rejected_tokens"].tolist() == [len(pair[2]) for pair in made]
 
 
-def test_common_prompt_is_computed_once(role_pool: ProcessPool, models: Models) -> None:
+def test_common_prompt_is_computed_once(role_pool, models):
     batch, made = pairs()
     arguments = {
         "settings": role_settings(models.policy_path, ParallelLayout(), learns=False),

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import pytest
 import torch
 from role_processes import LAYOUTS, Role, actor_arguments, with_offload
-from support.distributed import ProcessPool
-from tiny_policies import Models
 
 from megarl.models import ParallelLayout
 from megarl.models.adapters import LoraOptions
@@ -26,7 +24,7 @@ class Interval(NamedTuple):
     weights: list[dict[str, torch.Tensor]]
 
 
-def interval(actor: Role, models: Models) -> Interval:
+def interval(actor, models):
     log_probs, metrics = [], []
     for _ in range(2):
         columns = actor.map("compute_log_prob", models.batch).tensors
@@ -35,11 +33,11 @@ def interval(actor: Role, models: Models) -> Interval:
     return Interval(log_probs, metrics, actor.local_weights())
 
 
-def is_equal(one: Any, other: Any) -> bool:
+def is_equal(one, other):
     return all(torch.equal(a, b) for a, b in zip(one, other, strict=True))
 
 
-def arguments_of(models: Models, case: str) -> tuple[ParallelLayout, dict[str, Any]]:
+def arguments_of(models, case):
     layout = ParallelLayout(tp=2, pp=2, dp=2) if case == "tp2pp2dp2" else LAYOUTS["dp2"]
     arguments = actor_arguments(models.policy_path, layout, reference=True)
     if case == "lora":
@@ -49,9 +47,7 @@ def arguments_of(models: Models, case: str) -> tuple[ParallelLayout, dict[str, A
 
 
 @pytest.mark.parametrize("case", ["tp2pp2dp2", "offload", "lora"])
-def test_held_weights_give_the_log_probs_before_the_first_update(
-    role_pool: ProcessPool, models: Models, case: str
-) -> None:
+def test_held_weights_give_the_log_probs_before_the_first_update(role_pool, models, case):
     """Bit for bit; updates, weights and optimizer state are those of an actor that holds nothing."""
     layout, arguments = arguments_of(models, case)
     with Role(role_pool, ActorWorker, layout, arguments) as actor:
@@ -67,7 +63,7 @@ def test_held_weights_give_the_log_probs_before_the_first_update(
 
 
 @pytest.mark.parametrize("case", ["offload", "lora"])
-def test_a_new_interval_replaces_the_held_weights(role_pool: ProcessPool, models: Models, case: str) -> None:
+def test_a_new_interval_replaces_the_held_weights(role_pool, models, case):
     layout, arguments = arguments_of(models, case)
     with Role(role_pool, ActorWorker, layout, arguments) as actor:
         actor.call("hold_weights")

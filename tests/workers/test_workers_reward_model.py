@@ -1,21 +1,15 @@
 """Reward models in every layout: scores and updates equal plain transformers and torch."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
-from support.distributed import ProcessPool
 from support.valid_layouts import of_release
 from support.whole_tensors import whole_tensors
 from tiny_policies import (
     PAD,
     VOCAB,
-    Models,
     adam_of,
     answers,
     clipped_step,
@@ -34,7 +28,7 @@ NAMES = of_release(["cp2", "dp2", "tp2 pp2"], ["tp1", "tp2", "pp2"])
 CENTER = 0.05
 
 
-def score(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
+def score(model, sequences):
     """Scores of transformers' sequence classification model, for all padded sequences at once."""
     ids = torch.nn.utils.rnn.pad_sequence(sequences, batch_first=True, padding_value=PAD)
     lengths = torch.tensor([len(ids) for ids in sequences])
@@ -43,7 +37,7 @@ def score(model: Any, sequences: list[torch.Tensor]) -> torch.Tensor:
 
 
 @pytest.fixture(scope="module")
-def batch() -> DataProto:
+def batch():
     """Responses; one ends in the model's padding token, and one has no token."""
     rows = answers()
     tensors = {name: tensor.clone() for name, tensor in rows.tensors.items()}
@@ -54,7 +48,7 @@ def batch() -> DataProto:
 
 
 @pytest.mark.parametrize("layout", NAMES)
-def test_scores_equal_transformers(role_pool: ProcessPool, models: Models, batch: DataProto, layout: str) -> None:
+def test_scores_equal_transformers(role_pool, models, batch, layout):
     sequences = [torch.cat([row.prompt, row.response]) for row in rows_of(batch)]
     with torch.no_grad():
         expected = score(load_model(models.critic_path, critic=True), sequences)
@@ -67,9 +61,7 @@ def test_scores_equal_transformers(role_pool: ProcessPool, models: Models, batch
     torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
 
 
-def test_a_model_with_experts_in_an_interleaved_pipeline(
-    role_pool: ProcessPool, batch: DataProto, tmp_path: Path
-) -> None:
+def test_a_model_with_experts_in_an_interleaved_pipeline(role_pool, batch, tmp_path):
     experts = {"num_experts": 4, "num_experts_per_tok": 2, "moe_intermediate_size": 24, "decoder_sparse_step": 1}
     changes = {**experts, "head_dim": 8, "mlp_only_layers": [], "num_hidden_layers": 4}
     model = save_model(tmp_path / "model", "qwen3_moe", critic=True, **changes)
@@ -83,11 +75,11 @@ def test_a_model_with_experts_in_an_interleaved_pipeline(
         torch.testing.assert_close(scores, expected, rtol=0, atol=1e-5)
 
 
-def pairs() -> tuple[DataProto, list[tuple[torch.Tensor, torch.Tensor]]]:
+def pairs():
     """Eight pairs: with a common prefix, without, one the prefix of the other; one ends in padding."""
     generator = torch.Generator().manual_seed(3)
 
-    def draw(length: int) -> torch.Tensor:
+    def draw(length):
         return torch.randint(1, VOCAB, (length,), generator=generator)
 
     sequences = []
@@ -112,7 +104,7 @@ def pairs() -> tuple[DataProto, list[tuple[torch.Tensor, torch.Tensor]]]:
     return DataProto.from_dict(tensors, {"index": range(len(sequences))}), sequences
 
 
-def train(model: Any, sequences: list[tuple[torch.Tensor, torch.Tensor]], steps: int) -> list[dict[str, float]]:
+def train(model, sequences, steps):
     """Steps of torch's AdamW on all pairs at once, by the equation of the paper."""
     adam = adam_of(model)
     results = []
@@ -132,7 +124,7 @@ def train(model: Any, sequences: list[tuple[torch.Tensor, torch.Tensor]], steps:
 
 
 @pytest.mark.parametrize(("layout", "start"), [*((name, "reward model") for name in NAMES), ("pp2", "language model")])
-def test_updates_equal_plain_torch(role_pool: ProcessPool, models: Models, layout: str, start: str) -> None:
+def test_updates_equal_plain_torch(role_pool, models, layout, start):
     batch, sequences = pairs()
     path = models.critic_path if start == "reward model" else models.policy_path
     model = AutoModelForSequenceClassification.from_pretrained(path, dtype=torch.float32, num_labels=1)

@@ -5,37 +5,32 @@ from __future__ import annotations
 import asyncio
 import threading
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from concurrent.futures import Future, ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import replace
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
 from role_processes import LAYOUTS, Role, actor_arguments, with_offload
 from safetensors.torch import load_file
-from support.distributed import ProcessPool
 from support.engine_replica import EngineReplica
 from support.expected_errors import raises
 from support.local_group import LocalGroup
-from tiny_policies import EOS, PAD, TEMPERATURE, Models, rows_of
-from torch import Tensor
+from tiny_policies import EOS, PAD, TEMPERATURE, rows_of
 
 from megarl.agents.runner import lead_conversation
 from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.trajectories import trajectories_to_batch
-from megarl.agents.types import Conversation, Trajectory
+from megarl.agents.types import Conversation
 from megarl.base.seeds import derive_seed
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.config import RolloutConfig
 from megarl.data import DataProto
 from megarl.megatron.engine.offload import PARTS
 from megarl.models import WeightMap, read_model_config
-from megarl.rollout import Completion, Request, SamplingParams
+from megarl.rollout import Request, SamplingParams
 from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.router import Router
-from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan, replica_plans
+from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans
 from megarl.workers.actor import ActorWorker
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
@@ -45,14 +40,14 @@ SAMPLING = SamplingParams(max_new_tokens=9, temperature=TEMPERATURE)
 REPLICAS = 2
 
 
-def rollout_worker(path: Path, rank: int = 0, world_size: int = 1, **config: Any) -> RolloutWorker:
+def rollout_worker(path, rank=0, world_size=1, **config):
     settings = RolloutSettings(str(path), "cpu", RolloutConfig(dtype="float32", **config))
     worker = RolloutWorker(WorkerPlace(rank, world_size, "127.0.0.1", 0), settings=settings)
     worker.init_model()
     return worker
 
 
-def answers(workers: Sequence[RolloutWorker], prompts: DataProto, samples: int, capacity: int = 99) -> DataProto:
+def answers(workers, prompts, samples, capacity=99):
     """Responses that a router gets from these replicas."""
     rectangle, mask = prompts.tensors["prompts"], prompts.tensors["attention_mask"].bool()
     ids = [row[real].tolist() for row, real in zip(rectangle, mask, strict=True)]
@@ -63,7 +58,7 @@ def answers(workers: Sequence[RolloutWorker], prompts: DataProto, samples: int, 
         for sample in range(samples)
     ]
 
-    async def lead() -> list[Trajectory]:
+    async def lead():
         async with Router(
             dict(enumerate(EngineReplica(worker.engine) for worker in workers)), capacity, 60.0
         ) as router:
@@ -73,7 +68,7 @@ def answers(workers: Sequence[RolloutWorker], prompts: DataProto, samples: int, 
     return trajectories_to_batch(asyncio.run(lead()), PAD)
 
 
-def prompts_of(batch: DataProto) -> DataProto:
+def prompts_of(batch):
     width = batch.tensors["prompts"].shape[1]
     return DataProto.from_dict(
         {
@@ -85,12 +80,12 @@ def prompts_of(batch: DataProto) -> DataProto:
 
 
 @pytest.fixture(scope="module")
-def prompts(models: Models) -> DataProto:
+def prompts(models):
     return prompts_of(models.batch)
 
 
 @pytest.fixture(scope="module")
-def worker(models: Models) -> RolloutWorker:
+def worker(models):
     """One replica with the weights of the folder."""
     worker = rollout_worker(models.policy_path)
     worker.engine.load_hf(str(models.policy_path))
@@ -100,7 +95,7 @@ def worker(models: Models) -> RolloutWorker:
 # ---- answers
 
 
-def test_responses_are_in_the_order_of_the_prompts(worker: RolloutWorker, prompts: DataProto) -> None:
+def test_responses_are_in_the_order_of_the_prompts(worker, prompts):
     batch = answers([worker], prompts, 3)
     assert set(batch.tensors) == {
         "prompts",
@@ -129,7 +124,7 @@ def test_responses_are_in_the_order_of_the_prompts(worker: RolloutWorker, prompt
     assert len(lengths) > 2, "answers that stop early and answers that do not"
 
 
-def test_samples_of_a_prompt_differ_and_are_reproducible(worker: RolloutWorker, prompts: DataProto) -> None:
+def test_samples_of_a_prompt_differ_and_are_reproducible(worker, prompts):
     first, again = (answers([worker], prompts, 4) for _ in range(2))
     assert torch.equal(first.tensors["responses"], again.tensors["responses"])
     texts = [tuple(row.response.tolist()) for row in rows_of(first)]
@@ -140,9 +135,7 @@ def test_samples_of_a_prompt_differ_and_are_reproducible(worker: RolloutWorker, 
 
 
 @pytest.mark.parametrize("slots", [1, 5])
-def test_samples_do_not_depend_on_replicas_or_batching(
-    models: Models, worker: RolloutWorker, prompts: DataProto, slots: int
-) -> None:
+def test_samples_do_not_depend_on_replicas_or_batching(models, worker, prompts, slots):
     whole = answers([worker], prompts, 2)
     replicas = [rollout_worker(models.policy_path, rank, 3, max_num_seqs=slots) for rank in range(3)]
     for replica in replicas:
@@ -156,19 +149,19 @@ def test_samples_do_not_depend_on_replicas_or_batching(
         )
 
 
-def test_samples_do_not_depend_on_the_position_in_the_batch(worker: RolloutWorker, prompts: DataProto) -> None:
+def test_samples_do_not_depend_on_the_position_in_the_batch(worker, prompts):
     order = [5, 0, 7, 2, 1, 6, 3, 4]
     straight = rows_of(answers([worker], prompts, 1))
     shuffled = rows_of(answers([worker], prompts[order], 1))
     assert [row.response.tolist() for row in shuffled] == [straight[row].response.tolist() for row in order]
 
 
-def test_larger_n_extends_the_same_samples(worker: RolloutWorker, prompts: DataProto) -> None:
+def test_larger_n_extends_the_same_samples(worker, prompts):
     two, three = (rows_of(answers([worker], prompts, n)) for n in (2, 3))
     assert [r.response.tolist() for r in two] == [three[i].response.tolist() for i in range(24) if i % 3 < 2]
 
 
-def test_seeds_of_samples_are_distinct_and_in_range() -> None:
+def test_seeds_of_samples_are_distinct_and_in_range():
     # Sums of the two numbers would collide.
     seeds = {derive_seed(seed, sample) for seed in range(40) for sample in range(40)}
     assert len(seeds) == 1600 and all(0 <= seed < 2**63 for seed in seeds)
@@ -180,20 +173,18 @@ def test_seeds_of_samples_are_distinct_and_in_range() -> None:
 class ActorGroup:
     """An actor in other processes, called as a worker group; its verbs run concurrently with those of the replicas."""
 
-    def __init__(self, actor: Role) -> None:
+    def __init__(self, actor):
         self.actor, self.thread, self.ranks = actor, ThreadPoolExecutor(1), list(range(actor.layout.world_size))
 
-    def submit_on(self, ranks: Sequence[int], verb: str, *arguments: Any, after_failure: bool = False) -> Future:
+    def submit_on(self, ranks, verb, *arguments, after_failure=False):
         assert list(ranks) == self.ranks
         return self.thread.submit(self.actor.call, verb, *arguments)
 
-    def submit_scatter(self, verb: str, destinations: int, *arguments: Any) -> Future:
+    def submit_scatter(self, verb, destinations, *arguments):
         return self.submit_on(self.ranks, verb, *arguments)
 
 
-def connected(
-    actor: Role, path: Path, plan: ReshardPlan, transport: str, **options: Any
-) -> tuple[ShardingManager, LocalGroup]:
+def connected(actor, path, plan, transport, **options):
     replicas = LocalGroup("rollout", [rollout_worker(path, rank, REPLICAS) for rank in range(REPLICAS)])
     places = [place for worker in replicas.workers for place in worker.sync_places()]
     routes = Routes(actor.call("sync_place"), places, transport)
@@ -205,12 +196,12 @@ def connected(
     return ShardingManager(plan, ActorGroup(actor), replicas, SyncOptions(**options)), replicas
 
 
-def reshard_plan(path: Path, layout: str, bucket_bytes: int = 5000, wave_replicas: int | None = None) -> ReshardPlan:
+def reshard_plan(path, layout, bucket_bytes=5000, wave_replicas=None):
     weight_map, rollout = WeightMap(read_model_config(path)), RolloutLayout(replicas=REPLICAS)
     return build_plan(weight_map, LAYOUTS[layout], rollout, bucket_bytes, 4, wave_replicas=wave_replicas)
 
 
-def fused(folder: Path) -> dict[str, Tensor]:
+def fused(folder):
     """The engine's parameters from a Hugging Face folder, fused by hand."""
     (file,) = folder.glob("*.safetensors")
     tensors, result = load_file(file), {}
@@ -226,7 +217,7 @@ def fused(folder: Path) -> dict[str, Tensor]:
 
 
 @pytest.fixture(scope="module")
-def learned(role_pool: ProcessPool, models: Models, request: pytest.FixtureRequest) -> Iterator[tuple[str, Role]]:
+def learned(role_pool, models, request):
     """A trained actor whose weights differ from the folder's; under ``dp2`` it offloads between phases."""
     layout = LAYOUTS[request.param]
     arguments = actor_arguments(models.policy_path, layout)
@@ -240,9 +231,7 @@ def learned(role_pool: ProcessPool, models: Models, request: pytest.FixtureReque
     [("tp2", "auto"), ("tp2", "inline"), ("tp2", "gloo"), ("pp2", "auto"), ("pp2", "gloo"), ("dp2", "inline")],
     indirect=["learned"],
 )
-def test_replica_weights_equal_the_actors_bit_for_bit(
-    learned: tuple[str, Role], models: Models, tmp_path: Path, transport: str
-) -> None:
+def test_replica_weights_equal_the_actors_bit_for_bit(learned, models, tmp_path, transport):
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout)
     assert len(plan.buckets) > 3
@@ -268,7 +257,7 @@ def test_replica_weights_equal_the_actors_bit_for_bit(
 
 
 @pytest.mark.parametrize("learned", ["tp2", "pp2", "dp2"], indirect=True)
-def test_rollout_log_probs_equal_the_actors(learned: tuple[str, Role], models: Models, prompts: DataProto) -> None:
+def test_rollout_log_probs_equal_the_actors(learned, models, prompts):
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout)
     manager, ends = connected(actor, models.policy_path, plan, "inline")
@@ -280,9 +269,7 @@ def test_rollout_log_probs_equal_the_actors(learned: tuple[str, Role], models: M
 
 
 @pytest.mark.parametrize(("learned", "transport"), [("tp2", "shared_memory"), ("tp2", "gloo")], indirect=["learned"])
-def test_engine_stays_stale_after_an_interrupted_sync(
-    learned: tuple[str, Role], models: Models, prompts: DataProto, transport: str
-) -> None:
+def test_engine_stays_stale_after_an_interrupted_sync(learned, models, prompts, transport):
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout)
     manager, ends = connected(actor, models.policy_path, plan, transport)
@@ -310,9 +297,7 @@ def test_engine_stays_stale_after_an_interrupted_sync(
 
 
 @pytest.mark.parametrize(("learned", "transport"), [("tp2", "auto"), ("pp2", "gloo")], indirect=["learned"])
-def test_a_replica_generates_while_another_one_receives_the_weights(
-    learned: tuple[str, Role], models: Models, transport: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_replica_generates_while_another_one_receives_the_weights(learned, models, transport, monkeypatch):
     """Each replica answers a request within the wave of the other, and continues its own response after its wave."""
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout, wave_replicas=1)
@@ -321,7 +306,7 @@ def test_a_replica_generates_while_another_one_receives_the_weights(
     long = SamplingParams(max_new_tokens=60, temperature=TEMPERATURE, ignore_eos=True)
     short = replace(long, max_new_tokens=3)
 
-    def answer(worker: RolloutWorker, name: str, params: SamplingParams) -> Completion:
+    def answer(worker, name, params):
         worker.accept(name, [Request(name, [5, 6, 7], params, seed=1)], ())
         while not (ended := worker.completions(name, 1.0)):
             pass
@@ -330,7 +315,7 @@ def test_a_replica_generates_while_another_one_receives_the_weights(
     # Slow steps, so that the response is in flight at the sync of either replica, however late that is.
     advance, advances, synced = ContinuousBatcher.advance, Counter[int](), threading.Event()
 
-    def advance_slowly(batch: ContinuousBatcher) -> Any:
+    def advance_slowly(batch):
         advances[id(batch)] += 1
         synced.wait(0.01 if advances[id(batch)] < 40 else 1.0)
         return advance(batch)
@@ -341,9 +326,7 @@ def test_a_replica_generates_while_another_one_receives_the_weights(
         other, first = ends.workers[1 - rank], plan.imported_by(rank).start
         write = worker.import_bucket
 
-        def ask_the_other(
-            index: int, messages: Any, rank: int = rank, other: Any = other, first: int = first, write: Any = write
-        ) -> None:
+        def ask_the_other(index, messages, rank=rank, other=other, first=first, write=write):
             if index == first:
                 versions[rank] = set(answer(other, f"during wave {rank}", short).versions)
             write(index, messages)
@@ -361,13 +344,13 @@ def test_a_replica_generates_while_another_one_receives_the_weights(
 
 
 @pytest.mark.parametrize("learned", ["tp2"], indirect=True)
-def test_verification_detects_a_wrong_weight(learned: tuple[str, Role], models: Models) -> None:
+def test_verification_detects_a_wrong_weight(learned, models):
     layout, actor = learned
     manager, ends = connected(actor, models.policy_path, reshard_plan(models.policy_path, layout), "auto")
     weights = ends.workers[1].engine._weights
     write = weights.write
 
-    def write_wrong(slices: list[Any]) -> None:
+    def write_wrong(slices):
         write([(name, at, values + 1 if name == "model.norm.weight" else values) for name, at, values in slices])
 
     weights.write = write_wrong
@@ -377,15 +360,13 @@ def test_verification_detects_a_wrong_weight(learned: tuple[str, Role], models: 
 
 
 @pytest.mark.parametrize("learned", ["tp2"], indirect=True)
-def test_weight_change_after_verification_is_detected(
-    learned: tuple[str, Role], models: Models, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_weight_change_after_verification_is_detected(learned, models, monkeypatch):
     layout, actor = learned
     manager, ends = connected(actor, models.policy_path, reshard_plan(models.policy_path, layout), "auto")
     engine = ends.workers[1].engine
     end = engine.receiver.end
 
-    def damage() -> None:
+    def damage():
         engine.weights()["model.norm.weight"][3] *= 1.001
 
     monkeypatch.setattr(engine.receiver, "end", lambda version: (end(version), damage()))
@@ -402,18 +383,16 @@ def test_weight_change_after_verification_is_detected(
 
 
 @pytest.mark.parametrize("learned", ["dp2"], indirect=True)
-def test_actor_and_engine_alternate_on_a_shared_device(
-    learned: tuple[str, Role], models: Models, prompts: DataProto, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_actor_and_engine_alternate_on_a_shared_device(learned, models, prompts, monkeypatch):
     layout, actor = learned
     plan = reshard_plan(models.policy_path, layout)
     manager, ends = connected(actor, models.policy_path, plan, "auto", free_engine=True)
     engine, seen = ends.workers[0].engine, []
 
-    def note(owner: Any, name: str) -> None:
+    def note(owner, name):
         method = getattr(owner, name)
 
-        def noted(*arguments: Any) -> None:
+        def noted(*arguments):
             method(*arguments)
             health = engine.health()
             # Only this process's replica may ask: a bucket's verb holds the actor's processes.

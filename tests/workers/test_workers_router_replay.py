@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -11,13 +10,10 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from role_processes import ACTOR, MINI_BATCH_ROWS, Role, actor_arguments, log_prob_settings, update_plan
-from support.distributed import ProcessPool
 from support.valid_layouts import of_release
 from tiny_policies import (
     PAD,
     TEMPERATURE,
-    Row,
-    Token,
     actor_tokens,
     load_model,
     policy_tokens,
@@ -42,7 +38,7 @@ EXPERTS = {"num_experts_per_tok": PER_TOKEN, "moe_intermediate_size": 24, "norm_
 
 
 @pytest.mark.parametrize("layout", [ParallelLayout(pp=2), ParallelLayout(dp=2, ep=2)], ids=str)
-def test_update_uses_the_experts_of_the_samples(role_pool: ProcessPool, tmp_path: Path, layout: ParallelLayout) -> None:
+def test_update_uses_the_experts_of_the_samples(role_pool, tmp_path, layout):
     save_model(tmp_path, "qwen3_moe", num_experts=COUNT, **EXPERTS)
     model = load_model(tmp_path)
     batch = training_batch(model, None)
@@ -80,7 +76,7 @@ class Rollout(NamedTuple):
 
 
 @pytest.fixture(scope="module")
-def rollout(tmp_path_factory: pytest.TempPathFactory) -> Rollout:
+def rollout(tmp_path_factory):
     path = tmp_path_factory.mktemp("mixture")
     save_model(path, "qwen3_moe", num_experts=8, num_hidden_layers=4, **EXPERTS)
     engine = create_engine("embedded", str(path), EngineOptions(dtype="bfloat16", return_routes=True))
@@ -114,9 +110,7 @@ LAYOUTS = of_release(
 
 
 @pytest.mark.parametrize("layout", LAYOUTS, ids=ParallelLayout.describe)
-def test_old_log_probs_and_update_use_the_experts_of_the_engine(
-    role_pool: ProcessPool, rollout: Rollout, layout: ParallelLayout
-) -> None:
+def test_old_log_probs_and_update_use_the_experts_of_the_engine(role_pool, rollout, layout):
     batch, generator = rollout.batch, torch.Generator().manual_seed(0)
     budget = "one row" if layout.vpp > 1 else "tokens"  # the interleaved schedule needs an even number
     passes = {"plan": update_plan(budget=budget), "log_prob": log_prob_settings(budget)}
@@ -152,15 +146,15 @@ def test_old_log_probs_and_update_use_the_experts_of_the_engine(
         assert metrics[f"actor/{name}"] == pytest.approx(value, rel=1e-5, abs=1e-6), name
 
 
-def _key(row: Row) -> tuple[int, ...]:
+def _key(row):
     return tuple(torch.cat([row.prompt, row.response]).tolist())
 
 
-def _force_routes(model: Any, forced: dict[tuple[int, ...], Tensor]) -> Callable[[Row], None]:
+def _force_routes(model, forced):
     """Replace the choice of experts; the result announces the row of the next forward pass."""
     waiting: list[Tensor] = []
 
-    def force(module: Any, inputs: Any, outputs: Any) -> Any:
+    def force(module, inputs, outputs):
         chosen = waiting.pop(0)
         weights = outputs[0].softmax(-1).gather(1, chosen)
         return outputs[0], weights / weights.sum(-1, keepdim=True), chosen
@@ -170,15 +164,15 @@ def _force_routes(model: Any, forced: dict[tuple[int, ...], Tensor]) -> Callable
     return lambda row: waiting.extend(forced[_key(row)].unbind(1))
 
 
-def _train_with_routes(model: Any, batch: DataProto, announce: Callable[[Row], None]) -> dict[str, float]:
+def _train_with_routes(model, batch, announce):
     """Metrics of a plain loop over the tokens of the same mini-batches."""
 
-    def tokens(model: Any, row: Row) -> list[Token]:
+    def tokens(model, row):
         announce(row)
         return actor_tokens(model, row)
 
     return train(model, batch, tokens, "token-mean", MINI_BATCH_ROWS).metrics
 
 
-def _routers(model: Any) -> list[Any]:
+def _routers(model):
     return [module for module in model.modules() if type(module).__name__ == "Qwen3MoeTopKRouter"]

@@ -1,24 +1,21 @@
 """Packing of padded rows into micro-batches, and unpacking."""
 
-from __future__ import annotations
-
 import pytest
 import torch
 from support.expected_errors import raises
 from tiny_policies import ROW_LENGTHS, answers, rows_of
 
-from megarl.data import DataProto
 from megarl.workers.rows import PackedRows
 from megarl.workers.settings import MicroBatchBudget
 
 
-def numbered() -> DataProto:
+def numbered():
     batch = answers()
     return batch.with_columns({"values": torch.arange(64.0).view(8, 8) + 1}, {})
 
 
 @pytest.mark.parametrize("rows", [[0], [3, 1], [7, 6, 5, 4, 3, 2, 1, 0]])
-def test_micro_batch_has_the_rows_without_padding(rows: list[int]) -> None:
+def test_micro_batch_has_the_rows_without_padding(rows):
     batch, plain = numbered(), rows_of(numbered())
     packed = PackedRows(batch)
     micro_batch = packed.pack(rows, {"values": packed.column("values", rows)})
@@ -33,7 +30,7 @@ def test_micro_batch_has_the_rows_without_padding(rows: list[int]) -> None:
 
 @pytest.mark.parametrize("budget", [MicroBatchBudget(size=3), MicroBatchBudget(max_tokens=17)])
 @pytest.mark.parametrize("rows", [None, [6, 2, 4, 1]])
-def test_micro_batches_hold_each_row_once_within_the_budget(budget: MicroBatchBudget, rows: list[int] | None) -> None:
+def test_micro_batches_hold_each_row_once_within_the_budget(budget, rows):
     groups = PackedRows(numbered()).micro_batches(budget, rows)
     assert sorted(row for group in groups for row in group) == sorted(rows or range(8))
     for group in groups:
@@ -41,7 +38,7 @@ def test_micro_batches_hold_each_row_once_within_the_budget(budget: MicroBatchBu
         assert sum(sum(ROW_LENGTHS[row]) for row in group) <= (budget.max_tokens or 1000)
 
 
-def test_unpacked_values_return_to_their_positions() -> None:
+def test_unpacked_values_return_to_their_positions():
     packed = PackedRows(numbered())
     groups = [[5, 0], [7], [2, 1, 6], [3, 4]]
     unpacked = packed.unpack(groups, [packed.column("values", group) for group in groups])
@@ -51,19 +48,19 @@ def test_unpacked_values_return_to_their_positions() -> None:
     ]
 
 
-def test_unpacked_values_are_float32() -> None:
+def test_unpacked_values_are_float32():
     packed = PackedRows(numbered())
     values = packed.column("values", range(8)).bfloat16()
     assert packed.unpack([list(range(8))], [values]).dtype == torch.float32
 
 
-def test_row_longer_than_the_budget_raises() -> None:
+def test_row_longer_than_the_budget_raises():
     with raises("batch.micro-batch-tokens", "row=1", 9, 8):
         PackedRows(numbered()).micro_batches(MicroBatchBudget(max_tokens=8))
 
 
 @pytest.mark.parametrize(("budget", "others", "count"), [("max_tokens", 5, 5), ("size", 3, 3), ("multiple", 1, 4)])
-def test_number_of_micro_batches_equals_other_ranks(budget: str, others: int, count: int) -> None:
+def test_number_of_micro_batches_equals_other_ranks(budget, others, count):
     limits = {"max_tokens": MicroBatchBudget(max_tokens=60), "size": MicroBatchBudget(size=8)}
     limits["multiple"] = MicroBatchBudget(max_tokens=60, multiple=4)
     groups = PackedRows(numbered()).micro_batches(limits[budget], gather_counts=lambda mine: [mine, others])

@@ -1,9 +1,6 @@
 """A role's configuration against its model."""
 
-from __future__ import annotations
-
 from dataclasses import replace
-from typing import Any
 
 import pytest
 from support.expected_errors import raises
@@ -27,7 +24,7 @@ MODEL = parse_model_config(
 )
 
 
-def test_every_size_reaches_the_layout() -> None:
+def test_every_size_reaches_the_layout():
     config = MegatronConfig(
         tensor_model_parallel_size=2,
         pipeline_model_parallel_size=3,
@@ -81,7 +78,7 @@ def test_every_size_reaches_the_layout() -> None:
         ({"recompute_granularity": "selective", "recompute_modules": ["core_attn", "mlp"]}, "", "", ""),
     ],
 )
-def test_layout_that_does_not_fit_the_model_raises(keys: dict[str, Any], code: str, wrong: str, right: str) -> None:
+def test_layout_that_does_not_fit_the_model_raises(keys, code, wrong, right):
     config = MegatronConfig(**keys)
     if not code:
         check_role(MODEL, config, "megatron")
@@ -90,7 +87,7 @@ def test_layout_that_does_not_fit_the_model_raises(keys: dict[str, Any], code: s
         check_role(MODEL, config, "megatron")
 
 
-def test_activation_of_experts_is_recomputed_in_transformer_engine_only() -> None:
+def test_activation_of_experts_is_recomputed_in_transformer_engine_only():
     model = replace(MODEL, experts=Experts(8, 2, 64, (True,) * MODEL.num_layers))
     selective = {"recompute_granularity": "selective", "recompute_modules": ["moe_act"]}
     check_role(model, MegatronConfig(**selective), "megatron")
@@ -100,7 +97,7 @@ def test_activation_of_experts_is_recomputed_in_transformer_engine_only() -> Non
         check_adapters(model, AdapterKeys(lora_rank=8), MegatronConfig(**selective), "model")
 
 
-def test_norms_on_outputs_are_not_recomputed() -> None:
+def test_norms_on_outputs_are_not_recomputed():
     config = MegatronConfig(recompute_granularity="selective", recompute_modules=["core_attn", "layernorm"])
     with raises("layout.recompute-modules", "recompute_modules=['layernorm']", ": core_attn, mlp"):
         check_role(replace(MODEL, input_norms=False, output_norms=True), config, "megatron")
@@ -116,7 +113,7 @@ def test_norms_on_outputs_are_not_recomputed() -> None:
         ("moe_router_bias_update_rate", True, ""),
     ],
 )
-def test_balance_of_a_model_without_the_routers_raises(field: str, correction_bias: bool | None, code: str) -> None:
+def test_balance_of_a_model_without_the_routers_raises(field, correction_bias, code):
     model = MODEL
     if correction_bias is not None:
         experts = Experts(4, 2, 24, layers=(True,) * MODEL.num_layers, correction_bias=correction_bias)
@@ -130,13 +127,13 @@ def test_balance_of_a_model_without_the_routers_raises(field: str, correction_bi
         check_role(model, config, "megatron")
 
 
-def test_routing_replay_of_a_dense_model_raises() -> None:
+def test_routing_replay_of_a_dense_model_raises():
     check_router_replay(MODEL, "disabled")
     with raises("model.no-experts", "router_replay.mode=R2", "Qwen2ForCausalLM"):
         check_router_replay(MODEL, "R2")
 
 
-def test_bias_updates_of_a_frozen_model_raise() -> None:
+def test_bias_updates_of_a_frozen_model_raise():
     keys = AdapterKeys(lora_rank=4)
     frozen = MegatronConfig(override_transformer_config={"moe_router_bias_update_rate": 0.01})
     check_adapters(MODEL, keys, MegatronConfig(), "model")

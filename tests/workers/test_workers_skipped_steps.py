@@ -1,41 +1,36 @@
 """A non-finite loss or gradient on one rank skips the step on all; too many skips raise."""
 
-from __future__ import annotations
-
 import math
-from pathlib import Path
 
 import pytest
 import torch
 from role_processes import LAYOUTS, Raised, Role, actor_arguments
-from support.distributed import ProcessPool
-from tiny_policies import LR, RESPONSE_WIDTH, WARMUP, Models, rows_of
+from tiny_policies import LR, RESPONSE_WIDTH, WARMUP, rows_of
 
 from megarl.cluster.partition import partition_costs, row_costs
-from megarl.data import DataProto
 from megarl.workers.actor import ActorWorker
 
 
-def poisoned(batch: DataProto, row: int, value: float) -> DataProto:
+def poisoned(batch, row, value):
     """The batch with another advantage on one row's first token."""
     advantages = batch.tensors["advantages"].clone()
     advantages[row, 0] = value
     return batch.with_columns({"advantages": advantages}, {})
 
 
-def start(pool: ProcessPool, models: Models, layout: str, allowed: int) -> Role:
+def start(pool, models, layout, allowed):
     arguments = actor_arguments(models.policy_path, LAYOUTS[layout], max_skipped_steps=allowed)
     return Role(pool, ActorWorker, LAYOUTS[layout], arguments)
 
 
-def same(left: list[dict[str, torch.Tensor]], right: list[dict[str, torch.Tensor]]) -> bool:
+def same(left, right):
     return all(torch.equal(a[name], b[name]) for a, b in zip(left, right, strict=True) for name in a)
 
 
 # 1e30 leaves the loss finite; the gradient's norm is not.
 @pytest.mark.parametrize("value", [math.nan, math.inf, 1e30])
 @pytest.mark.parametrize("layout", ["tp2", "pp2", "dp2"])
-def test_all_ranks_skip_together(role_pool: ProcessPool, models: Models, layout: str, value: float) -> None:
+def test_all_ranks_skip_together(role_pool, models, layout, value):
     bad, good = poisoned(models.batch, 1, value)[:4], models.batch[:4]
     ranks_with_it = sum(1 in rows for rows in partition_costs(row_costs(bad), LAYOUTS[layout].dp, 4, equal=True).rows)
     assert ranks_with_it == 1
@@ -56,7 +51,7 @@ def test_all_ranks_skip_together(role_pool: ProcessPool, models: Models, layout:
         assert same(weights, actor.local_weights())
 
 
-def test_one_bad_mini_batch_of_two(role_pool: ProcessPool, models: Models) -> None:
+def test_one_bad_mini_batch_of_two(role_pool, models):
     """The good mini-batch trains at the learning rate of the first step, in either order."""
     with start(role_pool, models, "dp2", allowed=3) as actor:
         metrics = actor.update("update_actor", poisoned(models.batch, 1, math.nan))
@@ -73,9 +68,7 @@ def test_one_bad_mini_batch_of_two(role_pool: ProcessPool, models: Models) -> No
         assert same(weights, actor.local_weights())
 
 
-def test_too_many_consecutive_skips_raise_with_their_reports(
-    role_pool: ProcessPool, models: Models, tmp_path: Path
-) -> None:
+def test_too_many_consecutive_skips_raise_with_their_reports(role_pool, models, tmp_path):
     named = models.batch.with_columns({}, {"uid": [f"prompt-{row}" for row in range(8)], "index": list(range(40, 48))})
     bad, good = poisoned(named, 1, math.nan)[:4], named[:4]
     with start(role_pool, models, "dp2", allowed=2) as actor:
@@ -101,20 +94,20 @@ def test_too_many_consecutive_skips_raise_with_their_reports(
         assert "3 optimizer steps in a row" in text and "is that of uid=prompt-3 index=43" in text
 
 
-def stopped(actor: Role, batch: DataProto) -> set[str]:
+def stopped(actor, batch):
     """Error of an update with too many skipped steps; all ranks the same."""
     results = actor.split("update_actor", batch, 4, attempt=True)
     assert all(isinstance(result, Raised) and result.kind == "SkippedStepsError" for result in results)
     return {result.text for result in results}
 
 
-def test_limit_zero_allows_no_skip(role_pool: ProcessPool, models: Models) -> None:
+def test_limit_zero_allows_no_skip(role_pool, models):
     with start(role_pool, models, "tp2", allowed=0) as actor:
         results = actor.split("update_actor", poisoned(models.batch, 6, math.nan), 4, attempt=True)
         assert [result.kind for result in results] == ["SkippedStepsError"] * 2
 
 
-def test_a_batch_without_a_trained_token_has_no_gradient(role_pool: ProcessPool, models: Models) -> None:
+def test_a_batch_without_a_trained_token_has_no_gradient(role_pool, models):
     """The loss is zero, not 0 / 0, for example if every reward of a mini-batch failed."""
     masked = models.batch.with_columns({"response_mask": torch.zeros(8, RESPONSE_WIDTH, dtype=torch.int64)}, {})[:4]
     assert not any(row.mask.any() for row in rows_of(masked))

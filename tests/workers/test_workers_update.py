@@ -4,9 +4,6 @@ from __future__ import annotations
 
 import dataclasses
 import gc
-from collections.abc import Callable, Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 import torch
@@ -22,8 +19,7 @@ from role_processes import (
     update_plan,
 )
 from safetensors.torch import load_file
-from support.distributed import Place, ProcessPool
-from tiny_policies import Models, Trained, actor_tokens, critic_tokens, load_model, sft_tokens, train
+from tiny_policies import Trained, actor_tokens, critic_tokens, load_model, sft_tokens, train
 
 from megarl.base.algorithm_names import LOSS_AGG_MODES
 from megarl.workers.actor import ActorWorker
@@ -37,11 +33,11 @@ CASES = [(layout, mode, list(BUDGETS)[i % 3]) for layout in ("tp1", "dp2") for i
 
 
 @pytest.fixture(scope="module")
-def reference(models: Models) -> Callable[[str, str], Trained]:
+def reference(models):
     """Results of two mini-batches of a role by plain loops, by role and aggregation; computed once each."""
     known: dict[tuple[str, str], Trained] = {}
 
-    def of(role: str, mode: str) -> Trained:
+    def of(role, mode):
         if (role, mode) not in known:
             path = models.critic_path if role == "critic" else models.policy_path
             model = load_model(path, critic=role == "critic")
@@ -52,13 +48,13 @@ def reference(models: Models) -> Callable[[str, str], Trained]:
 
 
 @pytest.fixture(scope="module")
-def actor(role_pool: ProcessPool, models: Models, request: pytest.FixtureRequest) -> Iterator[Role]:
+def actor(role_pool, models, request):
     layout = LAYOUTS[request.param]
     with Role(role_pool, ActorWorker, layout, actor_arguments(models.policy_path, layout)) as role:
         yield role
 
 
-def check(role: Role, folder: Path, metrics: dict[str, float], expected: Trained, prefix: str) -> None:
+def check(role, folder, metrics, expected, prefix):
     """Exactly these metrics, and the exported weights."""
     expected_metrics = {f"{prefix}/{name}": value for name, value in expected.metrics.items()}
     expected_metrics |= {f"{prefix}/skipped_steps": 0.0, f"{prefix}/empty_steps": 0.0}
@@ -72,16 +68,14 @@ def check(role: Role, folder: Path, metrics: dict[str, float], expected: Trained
 
 
 @pytest.mark.parametrize(("actor", "mode", "budget"), CASES, indirect=["actor"])
-def test_actor(
-    actor: Role, models: Models, reference: Callable[[str, str], Trained], tmp_path: Path, mode: str, budget: str
-) -> None:
+def test_actor(actor, models, reference, tmp_path, mode, budget):
     actor.rebuild(plan=update_plan(mode, budget))
     metrics = actor.update("update_actor", models.batch)
     assert metrics.pop("actor/kl_coef") == ACTOR.kl_loss_coef
     check(actor, tmp_path / "hf", metrics, reference("actor", mode), "actor")
 
 
-def test_batch_triggers_every_clip(reference: Callable[[str, str], Trained]) -> None:
+def test_batch_triggers_every_clip(reference):
     """Otherwise the tests of this file could not detect a missing clip."""
     for role, names in (("actor", ["pg_clipfrac", "pg_clipfrac_lower"]), ("critic", ["vf_clipfrac"])):
         for name in names:
@@ -89,7 +83,7 @@ def test_batch_triggers_every_clip(reference: Callable[[str, str], Trained]) -> 
 
 
 @pytest.mark.parametrize("budget", BUDGETS)
-def test_every_budget_cuts_the_rows_differently(models: Models, budget: str) -> None:
+def test_every_budget_cuts_the_rows_differently(models, budget):
     rows = PackedRows(models.batch)
     cut = rows.micro_batches(BUDGETS[budget])
     assert sorted(row for group in cut for row in group) == list(range(8))
@@ -105,14 +99,14 @@ def test_every_budget_cuts_the_rows_differently(models: Models, budget: str) -> 
     ],
 )
 def test_critic(
-    role_pool: ProcessPool,
-    models: Models,
-    reference: Callable[[str, str], Trained],
-    tmp_path: Path,
-    layout: str,
-    mode: str,
-    budget: str,
-) -> None:
+    role_pool,
+    models,
+    reference,
+    tmp_path,
+    layout,
+    mode,
+    budget,
+):
     arguments = {
         "settings": role_settings(models.critic_path, LAYOUTS[layout]),
         "config": CRITIC,
@@ -125,13 +119,13 @@ def test_critic(
 
 @pytest.mark.parametrize(("layout", "budget"), [("pp2", "tokens"), ("dp2", "all rows")])
 def test_sft(
-    role_pool: ProcessPool,
-    models: Models,
-    reference: Callable[[str, str], Trained],
-    tmp_path: Path,
-    layout: str,
-    budget: str,
-) -> None:
+    role_pool,
+    models,
+    reference,
+    tmp_path,
+    layout,
+    budget,
+):
     plan = update_plan("token-mean", budget)
     arguments = {"settings": role_settings(models.policy_path, LAYOUTS[layout]), "plan": plan}
     with Role(role_pool, SFTWorker, LAYOUTS[layout], arguments) as worker:
@@ -140,8 +134,8 @@ def test_sft(
 
 
 @pytest.mark.parametrize("actor", ["dp2"], indirect=True)
-def test_epochs_repeat_the_same_mini_batches(actor: Role, models: Models) -> None:
-    def passes(epochs: int, calls: int) -> tuple[dict[str, float], list[dict[str, Any]]]:
+def test_epochs_repeat_the_same_mini_batches(actor, models):
+    def passes(epochs, calls):
         actor.rebuild(plan=update_plan(epochs=epochs))
         return [actor.update("update_actor", models.batch) for _ in range(calls)][-1], actor.local_weights()
 
@@ -154,7 +148,7 @@ def test_epochs_repeat_the_same_mini_batches(actor: Role, models: Models) -> Non
 
 
 @pytest.mark.parametrize("actor", ["tp1"], indirect=True)
-def test_without_kl_loss_and_entropy_bonus(actor: Role, models: Models) -> None:
+def test_without_kl_loss_and_entropy_bonus(actor, models):
     """No reference column is read, and neither has a metric."""
     plain = dataclasses.replace(ACTOR, use_kl_loss=False, entropy_coeff=0.0)
     actor.rebuild(plan=update_plan(), config=plain)
@@ -166,9 +160,7 @@ def test_without_kl_loss_and_entropy_bonus(actor: Role, models: Models) -> None:
 
 
 @pytest.mark.parametrize("actor", ["tp1"], indirect=True)
-def test_nonfinite_values_at_tool_tokens_are_ignored(
-    actor: Role, models: Models, reference: Callable[[str, str], Trained], tmp_path: Path
-) -> None:
+def test_nonfinite_values_at_tool_tokens_are_ignored(actor, models, reference, tmp_path):
     """Values of masked tokens reach neither loss nor gradient, even if a weight of zero would not remove them."""
     masked = ~models.batch.tensors["response_mask"].bool() & models.batch.tensors["attention_mask"][:, -8:].bool()
     wild = {
@@ -181,14 +173,14 @@ def test_nonfinite_values_at_tool_tokens_are_ignored(
     check(actor, tmp_path / "hf", metrics, reference("actor", "token-mean"), "actor")
 
 
-def count_objects(place: Place) -> int:
+def count_objects(place):
     gc.collect()
     return len(gc.get_objects()) + gc.get_freeze_count()  # the pool freezes objects after an import
 
 
 @pytest.mark.parametrize("actor", ["tp1"], indirect=True)
-def test_updates_leave_no_objects_behind(actor: Role, models: Models) -> None:
-    def objects_after(updates: int) -> int:
+def test_updates_leave_no_objects_behind(actor, models):
+    def objects_after(updates):
         for _ in range(updates):
             actor.map("compute_log_prob", models.batch)
             actor.update("update_actor", models.batch)

@@ -1,7 +1,5 @@
 """Sums of a micro-batch's losses and metrics, against loops over rows."""
 
-from __future__ import annotations
-
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -16,7 +14,7 @@ ROWS = st.lists(
 
 @settings(max_examples=60)
 @given(ROWS)
-def test_rows_count_whose_trained_tokens_all_have_the_flag(rows: list[list[tuple[bool, bool]]]) -> None:
+def test_rows_count_whose_trained_tokens_all_have_the_flag(rows):
     tokens = [token for row in rows for token in row]
     trained = torch.tensor([float(is_trained) for is_trained, _ in tokens])
     flags = torch.tensor([flag for _, flag in tokens], dtype=torch.bool)

@@ -1,11 +1,7 @@
 """A bench records each check, and a second run repeats only checks that did not pass."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 from types import SimpleNamespace
-from typing import Any
 from unittest import mock
 
 import pytest
@@ -22,19 +18,19 @@ from megarl.ops.acceptance.results import Result, StageReport, Verdict, markdown
 PASSED = Result("", Verdict.OK, 1.0, "s")
 
 
-def bench_of(folder: Path) -> Bench:
+def bench_of(folder):
     return Bench(read_report(folder, "sample", "tiny"), folder, "cpu", lambda result: None)
 
 
-def fail() -> Result:
+def fail():
     raise RuntimeError("out of\n memory")
 
 
-def lack() -> Result:
+def lack():
     raise MissingError("ray is not installed")
 
 
-def test_exception_is_a_failed_check_and_missing_package_a_row(tmp_path: Path) -> None:
+def test_exception_is_a_failed_check_and_missing_package_a_row(tmp_path):
     bench = bench_of(tmp_path)
     bench.check("works", lambda: PASSED)
     bench.check("fails", fail)
@@ -49,7 +45,7 @@ def test_exception_is_a_failed_check_and_missing_package_a_row(tmp_path: Path) -
     assert stored["is_complete"] and stored["facts"]["torch"] == torch.__version__
 
 
-def test_second_run_repeats_only_checks_that_did_not_pass(tmp_path: Path) -> None:
+def test_second_run_repeats_only_checks_that_did_not_pass(tmp_path):
     bench = bench_of(tmp_path)
     bench.check("works", lambda: PASSED)
     bench.check("fails", fail)
@@ -60,13 +56,13 @@ def test_second_run_repeats_only_checks_that_did_not_pass(tmp_path: Path) -> Non
     assert [result.outcome for result in resumed.report.results] == [Verdict.OK] * 3
 
 
-def test_report_of_another_scale_is_not_reused(tmp_path: Path) -> None:
+def test_report_of_another_scale_is_not_reused(tmp_path):
     bench = bench_of(tmp_path)
     bench.check("works", lambda: PASSED)
     assert read_report(tmp_path, "sample", "full").results == ()
 
 
-def test_damaged_report_is_named(tmp_path: Path) -> None:
+def test_damaged_report_is_named(tmp_path):
     (tmp_path / "sample.json").write_text('{"stage": "sample"}', encoding="utf-8")
     with raises("acceptance.not-a-report", tmp_path / "sample.json"):
         read_report(tmp_path, "sample", "tiny")
@@ -82,18 +78,18 @@ def test_damaged_report_is_named(tmp_path: Path) -> None:
         (near_plan(8.0, 10.0, "GB", 0.15), Verdict.BELOW),
     ],
 )
-def test_limits(result: Result, outcome: Verdict) -> None:
+def test_limits(result, outcome):
     assert result.outcome is outcome
 
 
-def test_speed_below_its_target_is_no_failure(tmp_path: Path) -> None:
+def test_speed_below_its_target_is_no_failure(tmp_path):
     full = Bench(StageReport("sample", "full"), tmp_path, "cpu", lambda result: None)
     assert full.speed(40.0, 48.0, "% MFU").outcome is Verdict.BELOW
     assert full.speed(49.0, 48.0, "% MFU").outcome is Verdict.OK
     assert bench_of(tmp_path).speed(1.0, 48.0, "% MFU").outcome is Verdict.INFO
 
 
-def test_tables_have_a_row_per_check() -> None:
+def test_tables_have_a_row_per_check():
     report = StageReport("sample", "full", (Result("a | b", Verdict.OK, 1234.5, "tokens/s", "at least 1e+03"),))
     assert result_lines(report)[0] == "== sample: 1 check: 1 ok, 0.0 s, not finished"
     assert result_lines(report)[1].split("  ") == ["ok", "a | b", "1,234 tokens/s", "at least 1e+03"]
@@ -112,9 +108,7 @@ def test_tables_have_a_row_per_check() -> None:
         ("NVIDIA L40S", None),
     ],
 )
-def test_peak_is_known_for_the_cards_of_the_hardware_files_only(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, hardware: str | None
-) -> None:
+def test_peak_is_known_for_the_cards_of_the_hardware_files_only(tmp_path, monkeypatch, name, hardware):
     bench = Bench(StageReport("sample", "full"), tmp_path, "cpu", lambda result: None)
     monkeypatch.setattr(bench, "device", torch.device("cuda"))
     monkeypatch.setattr(torch.cuda, "get_device_properties", lambda index: SimpleNamespace(name=name))
@@ -133,28 +127,28 @@ def test_peak_is_known_for_the_cards_of_the_hardware_files_only(
         (1000, ["speed"], 480),
     ],
 )
-def test_budget_gives_each_group_its_share(left: float | None, waiting: list[str], expected: float) -> None:
+def test_budget_gives_each_group_its_share(left, waiting, expected):
     """Estimates: parity beside jobs 170 s, speed 80 s, sync 45 s; a budget twice as large doubles each."""
     group = waiting[:2] if "jobs" in waiting else waiting[:1]
     assert command._limit(group, waiting, 480.0, left) == pytest.approx(expected)
 
 
-def test_near_tie_is_the_gap_of_the_logits_where_answers_part() -> None:
+def test_near_tie_is_the_gap_of_the_logits_where_answers_part():
     """A model whose logits are a row by the last token: after token 1 the words 2 and 3 are 0.25 apart."""
 
     class Model(torch.nn.Module):
-        def __init__(self) -> None:
+        def __init__(self):
             super().__init__()
             self.rows = torch.nn.Parameter(torch.tensor([[0.0] * 4, [0.0, 1.0, 2.0, 2.25], [0.0] * 4, [0.0] * 4]))
 
-        def forward(self, ids: torch.Tensor) -> Any:
+        def forward(self, ids):
             return mock.Mock(logits=self.rows[ids])
 
     assert first_gap(Model(), [0], [1, 2, 0], [1, 3, 3]) == pytest.approx(0.25)
     assert first_gap(Model(), [0, 1], [2], [3]) == pytest.approx(0.25)
 
 
-def test_error_of_one_rerouted_token_does_not_decide() -> None:
+def test_error_of_one_rerouted_token_does_not_decide():
     ours, theirs = torch.tensor([0.0, 0.1, 5.0]), torch.zeros(3)
     assert _error(ours, theirs, typical=True) == pytest.approx(0.1)
     assert _error(ours, theirs, typical=False) == 5.0

@@ -1,12 +1,9 @@
 """The checks of the jobs stage: a resume that forgot the optimizer's state, and a stage that is killed."""
 
-from __future__ import annotations
-
 import shutil
 import signal
 import subprocess
 import sys
-from pathlib import Path
 
 import torch
 from support.waits import LIMIT_S, wait_for_end, wait_until
@@ -21,7 +18,7 @@ FIELDS = SHAPES["tiny"]
 OPTIONS = MegatronOptions(optimizer=OptimizerOptions(lr=1e-6, betas=(0.9, DECAY)))
 
 
-def train_and_save(run: Path, *steps: int) -> None:
+def train_and_save(run, *steps):
     """Train a new engine, and save a checkpoint at each step."""
     with SingleRankEngine(FIELDS, OPTIONS, torch.device("cpu")) as engine:
         done = 0
@@ -32,7 +29,7 @@ def train_and_save(run: Path, *steps: int) -> None:
             begin_save(engine, run / "checkpoints" / f"global_step_{step}" / "actor").finish()
 
 
-def test_resume_without_the_optimizer_state_is_found(tmp_path: Path) -> None:
+def test_resume_without_the_optimizer_state_is_found(tmp_path):
     """Random weights differ between engines, and so do gradients: only the state tells a resume from a new start."""
     continued, restarted = tmp_path / "continued", tmp_path / "restarted"
     train_and_save(continued, 10, 12)
@@ -58,7 +55,7 @@ stages.main(["jobs", "--folder", sys.argv[2], "--scale", "tiny", "--device", "cp
 """
 
 
-def test_killed_stage_leaves_no_job(tmp_path: Path) -> None:
+def test_killed_stage_leaves_no_job(tmp_path):
     job = tmp_path / "job.sh"
     job.write_text("#!/bin/sh\necho $$ > pid.new\nmv pid.new pid\nexec sleep 600\n", encoding="utf-8")
     job.chmod(0o755)

@@ -2,10 +2,7 @@
 
 from __future__ import annotations
 
-from pathlib import Path
 from unittest import mock
-
-from torch import Tensor
 
 from megarl.megatron.runtime.host_memory import HostBuffer
 from megarl.ops.acceptance.bench import Bench
@@ -13,12 +10,12 @@ from megarl.ops.acceptance.offload import _Case
 from megarl.ops.acceptance.results import StageReport
 
 
-def test_each_measured_offload_copies_the_bytes_of_its_rate(tmp_path: Path) -> None:
+def test_each_measured_offload_copies_the_bytes_of_its_rate(tmp_path):
     """The first offload finds no copy in host memory; the second, which is reported, must copy as much."""
     copied: list[int] = []
     write = HostBuffer.write
 
-    def count(buffer: HostBuffer, data: list[Tensor]) -> list[int]:
+    def count(buffer, data):
         copied.append(sum(map(len, data)))
         return write(buffer, data)
 

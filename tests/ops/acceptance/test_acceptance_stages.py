@@ -1,17 +1,14 @@
 """One run of the launch script runs every stage on the CPU with tiny sizes; a rerun continues after a time limit."""
 
-from __future__ import annotations
-
 import json
 import os
 import subprocess
 import sys
 import tarfile
 from pathlib import Path
-from typing import Any
 
 import pytest
-from support.warm_drivers import Drivers, write_interpreter
+from support.warm_drivers import write_interpreter
 
 from megarl.ops.acceptance.models import FAMILIES
 from megarl.ops.acceptance.stages import STAGES
@@ -19,9 +16,7 @@ from megarl.ops.acceptance.stages import STAGES
 ROOT = Path(__file__).parents[3]
 
 
-def check(
-    folder: Path, *arguments: str, python: Path = Path(sys.executable), env: dict[str, str] | None = None
-) -> subprocess.CompletedProcess[str]:
+def check(folder, *arguments, python=Path(sys.executable), env=None):
     return subprocess.run(
         ["bash", str(ROOT / "launch" / "gpu_check.sh"), "--device", "cpu", "--out", str(folder), *arguments],
         env={**os.environ, "PYTHON": str(python), **(env or {})},
@@ -31,22 +26,20 @@ def check(
     )
 
 
-def rows(folder: Path, stage: str) -> dict[str, dict[str, Any]]:
+def rows(folder, stage):
     report = json.loads((folder / f"{stage}.json").read_text(encoding="utf-8"))
     assert report["is_complete"]
     return {row["check"]: row for row in report["results"]}
 
 
 @pytest.fixture(scope="module")
-def warm_python(tmp_path_factory: pytest.TempPathFactory, drivers: Drivers) -> Path:
+def warm_python(tmp_path_factory, drivers):
     """Interpreter of processes that have imported torch, transformers and Megatron."""
     return write_interpreter(tmp_path_factory.mktemp("bin") / "python", drivers.address, "megarl.ops.acceptance")
 
 
 @pytest.fixture(scope="module")
-def accepted(
-    tmp_path_factory: pytest.TempPathFactory, warm_python: Path, shared_server: dict[str, str]
-) -> tuple[Path, str]:
+def accepted(tmp_path_factory, warm_python, shared_server):
     """Folder and output of a run of all stages; stages and jobs are forks."""
     folder = tmp_path_factory.mktemp("accepted")
     run = check(folder, "--archive", str(folder.with_suffix(".tgz")), python=warm_python, env=shared_server)
@@ -55,7 +48,7 @@ def accepted(
 
 
 @pytest.mark.parametrize("stage", STAGES)
-def test_stage_runs_on_a_cpu(accepted: tuple[Path, str], stage: str) -> None:
+def test_stage_runs_on_a_cpu(accepted, stage):
     folder, output = accepted
     assert f"== {stage}: " in output
     results = rows(folder, stage)
@@ -67,7 +60,7 @@ def test_stage_runs_on_a_cpu(accepted: tuple[Path, str], stage: str) -> None:
         assert {(name.split()[0], name.split()[1]) for name in results if "gradients" in name} == compared
 
 
-def test_table_has_a_row_per_check(accepted: tuple[Path, str]) -> None:
+def test_table_has_a_row_per_check(accepted):
     folder, _ = accepted
     count = sum(len(rows(folder, stage)) for stage in STAGES)
     assert (folder / "results.md").read_text(encoding="utf-8").count("\n| ") == count + len(STAGES)
@@ -77,7 +70,7 @@ EXPECTED_MISSING = {"engines": {"SGLang: contract tests"}}
 """Checks that need a package that is not in this environment."""
 
 
-def test_archive_has_reports_and_logs_but_no_models(accepted: tuple[Path, str]) -> None:
+def test_archive_has_reports_and_logs_but_no_models(accepted):
     folder, _ = accepted
     with tarfile.open(folder.with_suffix(".tgz")) as archive:
         names = set(archive.getnames())
@@ -88,9 +81,7 @@ def test_archive_has_reports_and_logs_but_no_models(accepted: tuple[Path, str]) 
     assert not [name for name in names if name.endswith((".safetensors", ".parquet", ".distcp"))]
 
 
-def test_settled_stages_are_not_repeated_and_the_budget_ends_the_others(
-    accepted: tuple[Path, str], warm_python: Path
-) -> None:
+def test_settled_stages_are_not_repeated_and_the_budget_ends_the_others(accepted, warm_python):
     """Without SGLang a check of `engines` remains to do; the budget is too small to start it."""
     folder, _ = accepted
     run = check(folder, "--budget", "1", python=warm_python)
@@ -100,7 +91,7 @@ def test_settled_stages_are_not_repeated_and_the_budget_ends_the_others(
     ]
 
 
-def test_tables_replace_those_of_a_page(accepted: tuple[Path, str], warm_python: Path, tmp_path: Path) -> None:
+def test_tables_replace_those_of_a_page(accepted, warm_python, tmp_path):
     folder, _ = accepted
     page = tmp_path / "page.md"
     page.write_text("# Results\n\nText.\n\n### old\n\n| row |\n", encoding="utf-8")
@@ -110,7 +101,7 @@ def test_tables_replace_those_of_a_page(accepted: tuple[Path, str], warm_python:
     assert "### " + tables == (folder / "results.md").read_text(encoding="utf-8") and "### old" not in tables
 
 
-def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path: Path, warm_python: Path) -> None:
+def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path, warm_python):
     run = check(tmp_path, "--stages", "fp8", "--limit", "0.2")  # less than the imports of a new process
     assert run.returncode == 1
     assert "ended after the limit of 0 s; the same command continues" in run.stdout
@@ -119,7 +110,7 @@ def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path: Path, warm
     assert "process of the stage" not in rows(tmp_path, "fp8")
 
 
-def test_checks_by_name_leave_the_others_to_a_later_run(tmp_path: Path, warm_python: Path) -> None:
+def test_checks_by_name_leave_the_others_to_a_later_run(tmp_path, warm_python):
     arguments = ("--stages", "fp8", "--checks")
     run = check(tmp_path, *arguments, "product", python=warm_python)
     assert run.returncode == 0, run.stdout
@@ -130,7 +121,7 @@ def test_checks_by_name_leave_the_others_to_a_later_run(tmp_path: Path, warm_pyt
     assert run.returncode == 2 and run.stderr.endswith("[acceptance.checks-pattern]\n")
 
 
-def test_unknown_stage_and_absent_gpu_are_refused(tmp_path: Path, warm_python: Path) -> None:
+def test_unknown_stage_and_absent_gpu_are_refused(tmp_path, warm_python):
     run = check(tmp_path, "--stages", "paritty", python=warm_python)
     assert (run.returncode, run.stdout) == (2, "")
     assert "'paritty'" in run.stderr and run.stderr.endswith("[acceptance.unknown-stage]\n")
@@ -139,7 +130,7 @@ def test_unknown_stage_and_absent_gpu_are_refused(tmp_path: Path, warm_python: P
     assert run.returncode == 2 and run.stderr.endswith("[acceptance.no-cuda]\n")
 
 
-def test_package_that_a_stage_imports_is_a_row_if_absent(tmp_path: Path) -> None:
+def test_package_that_a_stage_imports_is_a_row_if_absent(tmp_path):
     hide = f"import sys; sys.modules['omegaconf'] = None; sys.argv[1:] = {_arguments(tmp_path)!r}"
     run = subprocess.run(
         [sys.executable, "-c", f"{hide}; from megarl.ops.acceptance.stages import main; sys.exit(main())"],
@@ -152,5 +143,5 @@ def test_package_that_a_stage_imports_is_a_row_if_absent(tmp_path: Path) -> None
     assert "omegaconf" in rows(tmp_path, "speed")["packages"]["note"]
 
 
-def _arguments(folder: Path) -> list[str]:
+def _arguments(folder):
     return ["speed", "--folder", str(folder), "--scale", "tiny", "--device", "cpu"]

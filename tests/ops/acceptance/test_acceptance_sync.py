@@ -1,8 +1,5 @@
 """The trainer's side of the sync stage packs on its own device."""
 
-from __future__ import annotations
-
-import pytest
 import torch
 
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
@@ -12,7 +9,7 @@ from megarl.sharding import RolloutLayout, Routes, build_plan
 from megarl.sharding.placement import ProcessLocation
 
 
-def test_weights_for_cuda_ipc_are_packed_on_the_trainers_device(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_weights_for_cuda_ipc_are_packed_on_the_trainers_device(monkeypatch):
     monkeypatch.setattr(sync, "_random", lambda params, device: {})  # no random numbers on this device
     model = parse_model_config(SHAPES["tiny"])
     plan = build_plan(WeightMap(model), ParallelLayout(), RolloutLayout(1), 2**20, 2)

@@ -1,7 +1,5 @@
 """``megarl doctor --nodes`` on two raylets of this machine: checks of each node and between nodes."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys
@@ -23,7 +21,7 @@ finally:
 """
 
 
-def test_checks_of_each_node_and_between_nodes() -> None:
+def test_checks_of_each_node_and_between_nodes():
     process = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
     assert process.returncode == 0, process.stderr
     *nodes, between = json.loads(process.stdout.splitlines()[-1])["nodes"]

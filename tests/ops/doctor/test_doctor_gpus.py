@@ -1,7 +1,5 @@
 """Checks of GPUs on recorded output of nvidia-smi; the tests run without a GPU."""
 
-from __future__ import annotations
-
 import os
 import stat
 from pathlib import Path
@@ -34,11 +32,11 @@ Legend:
 """
 
 
-def health_of(text: str) -> dict[str, tuple[Status, str]]:
+def health_of(text):
     return {result.check: (result.status, result.observation) for result in check_health(parse_inventory(text))}
 
 
-def test_healthy_machine() -> None:
+def test_healthy_machine():
     inventory = parse_inventory(HEALTHY)
     assert (inventory.driver, inventory.cuda, len(inventory.gpus)) == ("570.86.15", "12.8", 2)
     gpu = inventory.gpus[0]
@@ -60,12 +58,12 @@ def test_healthy_machine() -> None:
         ("<used>1 MiB", "<used>20480 MiB", "GPU memory used by others", Status.FAIL, "GPU 0: 20.0 GiB"),
     ],
 )
-def test_each_fault_is_reported_with_its_gpu(before: str, after: str, check: str, status: Status, found: str) -> None:
+def test_each_fault_is_reported_with_its_gpu(before, after, check, status, found):
     assert before in HEALTHY
     assert health_of(HEALTHY.replace(before, after, 1))[check] == (status, found)
 
 
-def test_process_on_a_gpu_is_named() -> None:
+def test_process_on_a_gpu_is_named():
     users = "<processes><process_info><pid>77</pid><process_name>python</process_name></process_info></processes>"
     busy = HEALTHY.replace("<used>5 MiB", "<used>4096 MiB")
     at = busy.rindex("<processes>")
@@ -73,14 +71,14 @@ def test_process_on_a_gpu_is_named() -> None:
     assert results["GPU memory used by others"] == (Status.FAIL, "GPU 1: 4.0 GiB by 77 python")
 
 
-def test_throttle_reasons_of_older_drivers() -> None:
+def test_throttle_reasons_of_older_drivers():
     older = HEALTHY.replace("clocks_event_reason", "clocks_throttle_reason")
     assert health_of(older)["GPU clocks"][0] is Status.PASS
     hot = older.replace("hw_thermal_slowdown>Not Active", "hw_thermal_slowdown>Active", 1)
     assert health_of(hot)["GPU clocks"] == (Status.WARN, "GPU 0: hw_thermal_slowdown at 41 C")
 
 
-def test_missing_or_mixed_gpus() -> None:
+def test_missing_or_mixed_gpus():
     inventory = parse_inventory(HEALTHY)
     lost = check_count(inventory, Needs(devices=8))
     assert lost.status is Status.FAIL and "the run needs 8 per node" in lost.observation
@@ -91,11 +89,11 @@ def test_missing_or_mixed_gpus() -> None:
 @pytest.mark.parametrize(
     ("torch_cuda", "status"), [("12.8", Status.PASS), ("12.9", Status.WARN), ("13.0", Status.FAIL), (None, Status.FAIL)]
 )
-def test_driver_supports_torch_cuda(torch_cuda: str | None, status: Status) -> None:
+def test_driver_supports_torch_cuda(torch_cuda, status):
     assert check_driver(parse_inventory(HEALTHY), torch_cuda).status is status
 
 
-def test_nvlink_between_gpus() -> None:
+def test_nvlink_between_gpus():
     links = parse_links(TOPOLOGY)
     assert links[0, 1] == links[1, 0] == "NV18" and links[0, 2] == "SYS" and len(links) == 6
     result = check_links(links)
@@ -104,12 +102,12 @@ def test_nvlink_between_gpus() -> None:
     assert complete.status is Status.PASS and complete.observation == "NVLink between all (NV18)"
 
 
-def test_without_gpus() -> None:
+def test_without_gpus():
     (result,), inventory = check_gpus(Needs(device="cpu"))
     assert result.status is Status.PASS and inventory is None
 
 
-def test_driver_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_driver_without_an_answer(tmp_path, monkeypatch):
     command = tmp_path / "nvidia-smi"
     command.write_text(
         "#!/bin/sh\necho 'Failed to initialize NVML: Driver/library version mismatch' >&2\nexit 18\n", encoding="utf-8"
@@ -123,7 +121,7 @@ def test_driver_without_an_answer(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert result.status is Status.FAIL and "no nvidia-smi" in result.observation
 
 
-def test_bus_bandwidth_of_a_ring() -> None:
+def test_bus_bandwidth_of_a_ring():
     measured = Bandwidth(4, 1000, 0.5, True)
     assert measured.bus == 3000  # each of four links carries 2 * 3 / 4 of the tensor
     worst = slowest([measured, measured._replace(seconds=2.0), measured._replace(correct=False)])

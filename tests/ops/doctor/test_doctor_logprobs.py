@@ -1,9 +1,6 @@
 """``megarl doctor logprobs`` on dumps with one built-in fault each."""
 
-from __future__ import annotations
-
 import copy
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -13,16 +10,15 @@ import pytest
 import torch
 
 from megarl.cli import main
-from megarl.data.rollout_dump import RolloutDump
 
 Models = tuple[Path, Any, Any]
 
 
 @pytest.fixture
-def diagnose(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> Callable[[RolloutDump], str]:
+def diagnose(models, tmp_path, capsys):
     """Run ``megarl doctor logprobs`` on a dump; return the report."""
 
-    def run(dump: RolloutDump) -> str:
+    def run(dump):
         (tmp_path / "4.npz").write_bytes(dump.encoded())
         assert main(["doctor", "logprobs", str(tmp_path / "4.jsonl"), "--model", str(models[0])]) == 0
         return capsys.readouterr().out
@@ -30,11 +26,11 @@ def diagnose(models: Models, tmp_path: Path, capsys: pytest.CaptureFixture[str])
     return run
 
 
-def verdict(report: str) -> str:
+def verdict(report):
     return report.split("verdict: ")[1].strip()
 
 
-def test_engine_and_actor_agree(diagnose: Callable[[RolloutDump], str], healthy: RolloutDump) -> None:
+def test_engine_and_actor_agree(diagnose, healthy):
     report = diagnose(healthy)
     assert verdict(report) == "none: engine and actor agree"
     assert "step 4, 4 rows, 19 generated tokens, temperature 0.7, weight version 3" in report
@@ -43,20 +39,18 @@ def test_engine_and_actor_agree(diagnose: Callable[[RolloutDump], str], healthy:
 
 @pytest.mark.parametrize(("engine", "name"), [(True, "the engine"), (False, "the actor")])
 def test_wrong_weights_of_one_side(
-    diagnose: Callable[[RolloutDump], str],
-    computed_by: Callable[..., RolloutDump],
-    models: Models,
-    engine: bool,
-    name: str,
-) -> None:
+    diagnose,
+    computed_by,
+    models,
+    engine,
+    name,
+):
     assert verdict(diagnose(computed_by(models[2], engine=engine))).startswith(
         f"weights: {name} computed with other weights"
     )
 
 
-def test_engine_weights_one_update_behind(
-    diagnose: Callable[[RolloutDump], str], computed_by: Callable[..., RolloutDump], models: Models
-) -> None:
+def test_engine_weights_one_update_behind(diagnose, computed_by, models):
     """A missed weight sync causes a small difference that exceeds rounding."""
     behind = copy.deepcopy(models[1])
     with torch.no_grad():
@@ -65,18 +59,14 @@ def test_engine_weights_one_update_behind(
     assert verdict(diagnose(computed_by(behind))).startswith("weights: the engine")
 
 
-def test_model_folder_of_another_step(
-    diagnose: Callable[[RolloutDump], str], computed_by: Callable[..., RolloutDump], models: Models
-) -> None:
+def test_model_folder_of_another_step(diagnose, computed_by, models):
     actor = computed_by(models[2], engine=False)
     both = replace(actor, rollout_log_probs=actor.old_log_probs)
     assert "neither side computed with this folder's weights" in verdict(diagnose(both))
 
 
 @pytest.mark.parametrize("temperature", [1.0, 0.35])
-def test_wrong_engine_temperature(
-    diagnose: Callable[[RolloutDump], str], computed_by: Callable[..., RolloutDump], models: Models, temperature: float
-) -> None:
+def test_wrong_engine_temperature(diagnose, computed_by, models, temperature):
     cause = verdict(diagnose(computed_by(models[1], temperature)))
     assert cause.startswith("temperature: the engine's log-probs are at temperature ") and cause.endswith(
         "the run's is 0.7"
@@ -84,26 +74,24 @@ def test_wrong_engine_temperature(
     assert float(cause.split(" temperature ")[1].split(",")[0]) == pytest.approx(temperature, rel=0.01)
 
 
-def test_dtype_of_the_engine(
-    diagnose: Callable[[RolloutDump], str], computed_by: Callable[..., RolloutDump], models: Models
-) -> None:
+def test_dtype_of_the_engine(diagnose, computed_by, models):
     """The rounding pattern identifies the dtype, regardless of the dump's metadata."""
     rounded = copy.deepcopy(models[1]).to(torch.bfloat16)
     assert verdict(diagnose(computed_by(rounded))).startswith("dtype: the engine computes in bfloat16")
 
 
-def with_noise(rows: list[np.ndarray], seed: int) -> list[np.ndarray]:
+def with_noise(rows, seed):
     """Add noise of the size of rounding, without a pattern."""
     draw = np.random.default_rng(seed)
     return [(row + 4e-3 * draw.standard_normal(len(row))).astype(np.float32) for row in rows]
 
 
-def test_different_kernels(diagnose: Callable[[RolloutDump], str], healthy: RolloutDump) -> None:
+def test_different_kernels(diagnose, healthy):
     noisy = replace(healthy, rollout_log_probs=with_noise(healthy.rollout_log_probs, 5))
     assert verdict(diagnose(noisy)).startswith("kernels: the engine has the right weights and temperature and rounds")
 
 
-def test_rounding_of_an_engine_in_bfloat16(diagnose: Callable[[RolloutDump], str], healthy: RolloutDump) -> None:
+def test_rounding_of_an_engine_in_bfloat16(diagnose, healthy):
     """Rounding of real kernels differs from transformers'; in bfloat16 on both sides it explains the difference."""
     noisy = replace(
         healthy,
@@ -119,25 +107,21 @@ def test_rounding_of_an_engine_in_bfloat16(diagnose: Callable[[RolloutDump], str
     assert verdict(diagnose(both)) == "kernels: both sides compute in bfloat16 and round differently"
 
 
-def test_different_causes_of_engine_and_actor(
-    diagnose: Callable[[RolloutDump], str], computed_by: Callable[..., RolloutDump], models: Models
-) -> None:
+def test_different_causes_of_engine_and_actor(diagnose, computed_by, models):
     engine, actor = computed_by(models[1], 1.4), computed_by(models[2], engine=False)
     first, second = verdict(diagnose(replace(engine, old_log_probs=actor.old_log_probs))).split("; ")
     assert first.startswith("temperature: the engine") and second.startswith("weights: the actor")
 
 
-def test_retokenization_difference_is_reported(diagnose: Callable[[RolloutDump], str], healthy: RolloutDump) -> None:
+def test_retokenization_difference_is_reported(diagnose, healthy):
     """Tokens 0 and 1 were sampled in sequence; their text encodes to token 66."""
     responses = [row.copy() for row in healthy.responses]
     responses[1][:2] = [0, 1]
     assert "the text of 1 of 4 responses encodes to different ids" in diagnose(replace(healthy, responses=responses))
 
 
-def test_unreadable_dumps_and_models_are_refused(
-    models: Models, healthy: RolloutDump, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
-    def error_of(*arguments: str) -> str:
+def test_unreadable_dumps_and_models_are_refused(models, healthy, tmp_path, capsys):
+    def error_of(*arguments):
         assert main(["doctor", "logprobs", *arguments]) == 1
         return capsys.readouterr().err
 
@@ -153,9 +137,7 @@ def test_unreadable_dumps_and_models_are_refused(
     assert text.endswith("[doctor.dump-of-other-model]\n")
 
 
-def test_folder_reports_all_steps_with_limited_rows(
-    models: Models, healthy: RolloutDump, tmp_path: Path, capsys: pytest.CaptureFixture[str]
-) -> None:
+def test_folder_reports_all_steps_with_limited_rows(models, healthy, tmp_path, capsys):
     for step in (10, 9):
         dump = replace(healthy, metadata=replace(healthy.metadata, step=step))
         (tmp_path / f"{step}.npz").write_bytes(dump.encoded())

@@ -1,16 +1,13 @@
 """Requirements of a configuration for a machine, against hand-computed numbers."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 
 from megarl.config import RewardTrainingConfig, TrainConfig
 from megarl.config.compose import ConfigRequest, compose
 from megarl.config.schema.jobs import SFTConfig
-from megarl.ops.doctor.node import Needs, needs_of
+from megarl.ops.doctor.node import needs_of
 
 GIB, MIB = 2**30, 2**20
 QWEN = {
@@ -35,17 +32,17 @@ FLOAT32 = 4 + 2 * 4  # bytes per parameter in a checkpoint: float32 weights, two
 
 
 @pytest.fixture
-def model(tmp_path: Path) -> str:
+def model(tmp_path):
     (tmp_path / "model").mkdir()
     (tmp_path / "model" / "config.json").write_text(json.dumps(QWEN), encoding="utf-8")
     return str(tmp_path / "model")
 
 
-def needs(*overrides: str) -> Needs:
+def needs(*overrides):
     return needs_of(compose(ConfigRequest(TrainConfig, "quickstart", overrides)))
 
 
-def test_sizes_of_actor_and_critic(model: str) -> None:
+def test_sizes_of_actor_and_critic(model):
     needed = needs(f"actor_rollout_ref.model.path={model}", "trainer.save_freq=1", "trainer.nnodes=2")
     assert needed.checkpoint_bytes == pytest.approx(FLOAT32 * (POLICY + CRITIC), rel=0.02), "buffers are padded"
     assert needed.checkpoint_dir == "outputs/quickstart/checkpoints" and needed.models == (model,)
@@ -53,14 +50,14 @@ def test_sizes_of_actor_and_critic(model: str) -> None:
     assert needed.shared_memory_bytes == (2 * 4 * 2 + 200) * MIB and needed.host_bytes > 2 * GIB
 
 
-def test_without_a_critic_or_checkpoints(model: str) -> None:
+def test_without_a_critic_or_checkpoints(model):
     needed = needs(f"actor_rollout_ref.model.path={model}", "algorithm.adv_estimator=grpo", "trainer.save_freq=3")
     assert needed.checkpoint_bytes == pytest.approx(FLOAT32 * POLICY, rel=0.02)
     needed = needs(f"actor_rollout_ref.model.path={model}", "trainer.save_freq=-1")
     assert needed.checkpoint_bytes is None and needed.checkpoint_dir is None
 
 
-def test_nodes_of_the_engines_alone(model: str) -> None:
+def test_nodes_of_the_engines_alone(model):
     """Two nodes of one device write checkpoints; three of four devices generate."""
     keys = (
         "async_training.mode=disaggregated",
@@ -76,12 +73,12 @@ def test_nodes_of_the_engines_alone(model: str) -> None:
     assert needed.host_bytes >= 4 * GIB
 
 
-def test_nodes_of_a_critic_alone_write_its_checkpoint(model: str) -> None:
+def test_nodes_of_a_critic_alone_write_its_checkpoint(model):
     needed = needs(f"actor_rollout_ref.model.path={model}", "critic.nnodes=2", "critic.n_gpus_per_node=2")
     assert (needed.nodes, needed.trainer_nodes, needed.devices) == (3, 3, 2)
 
 
-def test_offloaded_states_are_in_host_memory(model: str) -> None:
+def test_offloaded_states_are_in_host_memory(model):
     """Weights and optimizer states of two ranks of actor and critic take a chunk of 256 MiB each."""
     megatron = "actor_rollout_ref.actor.megatron"
     offloads = (f"{megatron}.param_offload=true", f"{megatron}.optimizer_offload=true")
@@ -90,17 +87,17 @@ def test_offloaded_states_are_in_host_memory(model: str) -> None:
     assert more == 8 * 256 * MIB, "the critic inherits the actor's keys"
 
 
-def test_sizes_are_unknown_without_the_model(tmp_path: Path) -> None:
+def test_sizes_are_unknown_without_the_model(tmp_path):
     needed = needs(f"actor_rollout_ref.model.path={tmp_path}/none", "trainer.save_freq=1")
     assert needed.checkpoint_bytes is None and needed.models == (f"{tmp_path}/none",)
 
 
-def test_glob_patterns_are_not_files() -> None:
+def test_glob_patterns_are_not_files():
     needed = needs("data.train_files=[a.parquet,'b-*.parquet','~/c.parquet']")
     assert needed.readable == ("a.parquet", "outputs/quickstart/task/data/test.parquet")
 
 
-def test_supervised_jobs(model: str) -> None:
+def test_supervised_jobs(model):
     config = compose(ConfigRequest(SFTConfig, "quickstart_sft", (f"model.path={model}", "trainer.save_freq=1")))
     assert needs_of(config).checkpoint_bytes == pytest.approx(FLOAT32 * POLICY, rel=0.02) and needs_of(
         config

@@ -1,14 +1,11 @@
 """Checks of one machine in real situations: a full disk, little shared memory, a port in use."""
 
-from __future__ import annotations
-
 import json
 import os
 import resource
 import socket
 import subprocess
 import sys
-from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
 
@@ -38,18 +35,18 @@ exec {python} -m megarl.cli doctor --json --checkpoint-dir {disk}/run/checkpoint
 
 
 @contextmanager
-def listener() -> Iterator[int]:
+def listener():
     with socket.socket() as server:
         server.bind(("", 0))
         server.listen()
         yield server.getsockname()[1]
 
 
-def by_check(report: NodeReport) -> dict[str, CheckResult]:
+def by_check(report):
     return {result.check: result for result in report.results}
 
 
-def test_all_faults_of_a_machine_are_reported(tmp_path: Path) -> None:
+def test_all_faults_of_a_machine_are_reported(tmp_path):
     with listener() as port:
         script = FAULTY.format(disk=tmp_path, python=sys.executable, port=port)
         command = ["unshare", "--user", "--map-root-user", "--mount", "bash", "-ec", script]
@@ -75,7 +72,7 @@ def test_all_faults_of_a_machine_are_reported(tmp_path: Path) -> None:
     assert report.facts["python"] == ".".join(map(str, sys.version_info[:3]))
 
 
-def test_report_round_trips_through_json_and_prints_as_a_table() -> None:
+def test_report_round_trips_through_json_and_prints_as_a_table():
     results = [CheckResult("disk", Status.WARN, "full", "empty it"), CheckResult("cores", Status.PASS, "2")]
     report = NodeReport("one", results, {"torch": "2"})
     assert NodeReport.from_json(json.dumps(report.to_json())) == report and report.ok
@@ -93,7 +90,7 @@ def test_report_round_trips_through_json_and_prints_as_a_table() -> None:
 
 
 @pytest.mark.parametrize(("soft", "status"), [(1023, Status.FAIL), (1024, Status.WARN), (8192, Status.PASS)])
-def test_open_files(soft: int, status: Status) -> None:
+def test_open_files(soft, status):
     before = resource.getrlimit(resource.RLIMIT_NOFILE)
     resource.setrlimit(resource.RLIMIT_NOFILE, (soft, before[1]))
     try:
@@ -102,7 +99,7 @@ def test_open_files(soft: int, status: Status) -> None:
         resource.setrlimit(resource.RLIMIT_NOFILE, before)
 
 
-def test_memory_is_limited_by_the_machine_and_the_container(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_memory_is_limited_by_the_machine_and_the_container(tmp_path, monkeypatch):
     memory = psutil.virtual_memory()
     monkeypatch.setattr(psutil, "virtual_memory", lambda: memory)  # others allocate and free meanwhile
     free = memory.available
@@ -124,7 +121,7 @@ def test_memory_is_limited_by_the_machine_and_the_container(tmp_path: Path, monk
     assert checks.free_cgroup_bytes(tmp_path) == 0  # cgroup version 1, above its limit
 
 
-def test_used_shared_memory_has_another_remedy_than_too_little(tmp_path: Path) -> None:
+def test_used_shared_memory_has_another_remedy_than_too_little(tmp_path):
     total = os.statvfs(tmp_path)
     size = total.f_blocks * total.f_frsize
     held = checks.check_shared_memory(Needs(shared_memory_bytes=size), str(tmp_path))
@@ -134,13 +131,13 @@ def test_used_shared_memory_has_another_remedy_than_too_little(tmp_path: Path) -
     assert checks.check_shared_memory(Needs(), str(tmp_path / "none")).status is Status.FAIL
 
 
-def test_cores_for_devices() -> None:
+def test_cores_for_devices():
     cores = len(os.sched_getaffinity(0))
     assert checks.check_cores(Needs(devices=cores)).status is Status.PASS
     assert checks.check_cores(Needs(devices=cores + 1)).status is Status.WARN
 
 
-def test_locked_memory_is_checked_with_infiniband_only(tmp_path: Path) -> None:
+def test_locked_memory_is_checked_with_infiniband_only(tmp_path):
     assert checks.check_locked_memory(Needs(), str(tmp_path)) == []
     (tmp_path / "mlx5_0").mkdir()
     unlimited = resource.getrlimit(resource.RLIMIT_MEMLOCK)[0] == resource.RLIM_INFINITY
@@ -148,7 +145,7 @@ def test_locked_memory_is_checked_with_infiniband_only(tmp_path: Path) -> None:
     assert result.status is (Status.PASS if unlimited else Status.WARN)
 
 
-def test_unresolvable_names(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unresolvable_names(monkeypatch):
     assert check_peers(Needs()) == []
     (reached,) = check_peers(Needs(peers=("localhost",)))
     assert reached.status is Status.PASS
@@ -166,7 +163,7 @@ def test_unresolvable_names(monkeypatch: pytest.MonkeyPatch) -> None:
     assert check_hostname(Needs()).status is Status.FAIL
 
 
-def test_watched_ports_warn_and_required_ports_fail() -> None:
+def test_watched_ports_warn_and_required_ports_fail():
     with listener() as port:
         (warned,) = check_ports(Needs(watched_ports=(port,)))
         assert warned.status is Status.WARN and "RAY_ADDRESS" in warned.remedy
@@ -177,7 +174,7 @@ def test_watched_ports_warn_and_required_ports_fail() -> None:
 
 
 @contextmanager
-def not_root() -> Iterator[None]:
+def not_root():
     """Switch to an unprivileged user: root may read everything."""
     if os.geteuid() != 0:
         yield
@@ -190,7 +187,7 @@ def not_root() -> Iterator[None]:
 
 
 @pytest.fixture
-def open_folder() -> Iterator[Path]:
+def open_folder():
     """A folder that other users may enter, unlike pytest's."""
     import tempfile
 
@@ -199,7 +196,7 @@ def open_folder() -> Iterator[Path]:
         yield Path(name)
 
 
-def test_unreadable_models_and_unwritable_checkpoint_folders(open_folder: Path) -> None:
+def test_unreadable_models_and_unwritable_checkpoint_folders(open_folder):
     model, missing = open_folder / "model", open_folder / "data.parquet"
     model.mkdir()
     (model / "config.json").write_text("{}", encoding="utf-8")
@@ -221,7 +218,7 @@ def test_unreadable_models_and_unwritable_checkpoint_folders(open_folder: Path) 
     assert check_folders(needs)[0].observation == f"{model}: has no config.json"
 
 
-def test_space_for_two_checkpoints(tmp_path: Path) -> None:
+def test_space_for_two_checkpoints(tmp_path):
     assert check_checkpoint_room(Needs()) == []
     folder = str(tmp_path / "runs" / "checkpoints")
     free = os.statvfs(tmp_path)
@@ -235,7 +232,7 @@ def test_space_for_two_checkpoints(tmp_path: Path) -> None:
     assert result.status is Status.FAIL and "is a file" in result.observation
 
 
-def test_time_of_a_checkpoint_from_the_disk_speed(tmp_path: Path) -> None:
+def test_time_of_a_checkpoint_from_the_disk_speed(tmp_path):
     folder = str(tmp_path)
     (fast,) = check_disk_speed(Needs(checkpoint_dir=folder, checkpoint_bytes=64 * 2**20))
     assert fast.status is Status.PASS and "part of a checkpoint takes about" in fast.observation
@@ -245,8 +242,8 @@ def test_time_of_a_checkpoint_from_the_disk_speed(tmp_path: Path) -> None:
     assert check_disk_speed(Needs(quick=True)) == []
 
 
-def test_exception_in_a_check_fails_only_that_check(monkeypatch: pytest.MonkeyPatch) -> None:
-    def check_weather(needs: Needs) -> CheckResult:
+def test_exception_in_a_check_fails_only_that_check(monkeypatch):
+    def check_weather(needs):
         raise OSError("no window")
 
     monkeypatch.setattr(node, "CHECKS", (check_weather, *node.CHECKS))
@@ -255,7 +252,7 @@ def test_exception_in_a_check_fails_only_that_check(monkeypatch: pytest.MonkeyPa
     assert len(report.results) > 5 and not report.ok
 
 
-def test_command_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str]) -> None:
+def test_command_refuses_invalid_arguments(capsys):
     assert main(["doctor", "trainer.nnodes=2"]) == 2
     assert capsys.readouterr().err == "trainer.nnodes=2: overrides need a --config-name [doctor.no-config-name]\n"
     assert main(["doctor", "--config-name", "quickstart", "trainer.nodes=2"]) == 2
@@ -264,7 +261,7 @@ def test_command_refuses_invalid_arguments(capsys: pytest.CaptureFixture[str]) -
     assert capsys.readouterr().err.endswith("[ray.no-cluster]\n")
 
 
-def test_engine_and_logins_of_the_configuration_are_checked(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_engine_and_logins_of_the_configuration_are_checked(monkeypatch, tmp_path):
     """With the messages of a run's preflight."""
     for name in ("WANDB_MODE", "WANDB_API_KEY", "NETRC"):
         monkeypatch.delenv(name, raising=False)

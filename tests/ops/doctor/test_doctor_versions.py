@@ -1,15 +1,12 @@
 """Package versions: constraint files meet all requirements, combinations match them, conflicts are reported."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil
 import stat
 import subprocess
 import tomllib
-from collections.abc import Iterable, Iterator, Mapping
-from importlib.metadata import Distribution, distributions
+from importlib.metadata import distributions
 from pathlib import Path
 
 import pytest
@@ -21,7 +18,6 @@ from megarl.ops.doctor.node.versions import (
     CPU_STACKS,
     GPU_STACKS,
     PACKAGES,
-    Combination,
     check_combination,
     check_requirements,
     check_versions,
@@ -38,11 +34,11 @@ EXTRAS = {
 }
 
 
-def name_of(combination: Combination) -> str:
+def name_of(combination):
     return combination.name
 
 
-def pins(python: str, file: str) -> dict[str, str]:
+def pins(python, file):
     """Return the pinned versions for a Python version by package."""
     lines = (ROOT / file).read_text(encoding="utf-8").splitlines()
     requirements = [Requirement(line) for line in lines if not line.startswith("#")]
@@ -50,7 +46,7 @@ def pins(python: str, file: str) -> dict[str, str]:
     return {canonicalize_name(req.name): pin.version for req in needed for pin in req.specifier}
 
 
-def unmet(requirements: list[str], pinned: Mapping[str, str], python: str) -> list[str]:
+def unmet(requirements, pinned, python):
     """Return the requirements without a pin that meets them, on Linux and without extras of the packages."""
     environment = {"python_version": python, "python_full_version": f"{python}.1", "extra": ""}
     parsed = [Requirement(text) for text in requirements]
@@ -59,20 +55,20 @@ def unmet(requirements: list[str], pinned: Mapping[str, str], python: str) -> li
     return [str(requirement) for requirement, fine in zip(needed, met, strict=True) if not fine]
 
 
-def known_distributions() -> Iterator[Distribution]:
+def known_distributions():
     """Packages with metadata on this machine: those of this environment, and of SGLang's if it exists."""
     yield from distributions()
     yield from distributions(path=[str(path) for path in ROOT.glob(".venv-sglang/lib/python*/site-packages")])
 
 
-def declared(extras: Iterable[str]) -> list[str]:
+def declared(extras):
     """Return the requirements of ``pyproject.toml`` with those of some extras, without megarl's own."""
     groups = [PROJECT["dependencies"], *(PROJECT["optional-dependencies"][extra] for extra in extras)]
     return [text for group in groups for text in group if not text.startswith(PROJECT["name"])]
 
 
 @pytest.mark.parametrize("combination", CPU_STACKS + GPU_STACKS, ids=name_of)
-def test_combinations_match_the_constraint_files(combination: Combination) -> None:
+def test_combinations_match_the_constraint_files(combination):
     """The files leave nothing that ``pyproject.toml`` declares without a version, for any extra of the stack."""
     pinned = pins(combination.python, combination.file)
     known = {**pins("3.12", "megarl/pins/sglang.txt"), **pinned} if "sglang" in combination.versions else pinned
@@ -83,7 +79,7 @@ def test_combinations_match_the_constraint_files(combination: Combination) -> No
 
 
 @pytest.mark.parametrize("combination", GPU_STACKS, ids=name_of)
-def test_gpu_stacks_meet_all_requirements(combination: Combination) -> None:
+def test_gpu_stacks_meet_all_requirements(combination):
     """Those in the metadata of each package in the pinned version."""
     pinned = pins(combination.python, combination.file)
     assert combination.versions == {name: pinned[name] for name in PACKAGES if name in pinned}
@@ -96,7 +92,7 @@ def test_gpu_stacks_meet_all_requirements(combination: Combination) -> None:
     assert checked >= {"ray", "transformers"}
 
 
-def test_sglang_contradicts_the_pins_for_cpus() -> None:
+def test_sglang_contradicts_the_pins_for_cpus():
     """The reason for complete files per stack; without a contradiction one file would be enough."""
     requirements = next((item.requires for item in known_distributions() if item.name == "sglang"), None)
     if requirements is None:
@@ -113,9 +109,7 @@ esac
 
 
 @pytest.mark.parametrize("combination", GPU_STACKS, ids=name_of)
-def test_gpu_environment_installs_torch_before_the_build_of_transformer_engine(
-    combination: Combination, tmp_path: Path
-) -> None:
+def test_gpu_environment_installs_torch_before_the_build_of_transformer_engine(combination, tmp_path):
     """The commands of pip are recorded: each has the stack's file alone, and the last does not isolate the build."""
     shutil.copytree(ROOT / "launch", tmp_path / "launch")
     shutil.copytree(ROOT / "megarl/pins", tmp_path / "megarl/pins")
@@ -136,13 +130,13 @@ def test_gpu_environment_installs_torch_before_the_build_of_transformer_engine(
     assert megarl.endswith(f" --no-build-isolation -e {tmp_path}[{','.join(EXTRAS[combination.name])}]")
 
 
-def test_gpu_environment_of_an_unknown_stack() -> None:
+def test_gpu_environment_of_an_unknown_stack():
     script = "source launch/environment.sh && ensure_gpu_environment vllm"
     done = subprocess.run(["bash", "-c", script], cwd=ROOT, capture_output=True, text=True)
     assert done.returncode and "choose sglang or embedded" in done.stderr
 
 
-def test_versions_on_a_gpu_are_compared_with_the_stacks_file() -> None:
+def test_versions_on_a_gpu_are_compared_with_the_stacks_file():
     sglang, embedded = GPU_STACKS
     versions = {"python": "3.12.4", **sglang.versions}
     stacks = stacks_of(versions, "auto")
@@ -163,13 +157,13 @@ def test_versions_on_a_gpu_are_compared_with_the_stacks_file() -> None:
     assert clash.status is Status.FAIL and "pip install -c megarl/pins/sglang.txt" in clash.remedy
 
 
-def test_this_environment_is_a_tested_combination() -> None:
+def test_this_environment_is_a_tested_combination():
     results = {result.check: result for result in check_versions(Needs())}
     assert results["versions"].status is Status.PASS, results
     assert results["requirements"].status is Status.PASS, results
 
 
-def test_differences_from_a_tested_combination() -> None:
+def test_differences_from_a_tested_combination():
     tested = CPU_STACKS[0]
     changed = {"python": "3.12.4", **tested.versions, "torch": "2.99.0+cu130", "transformer-engine": "2.9"}
     assert version_differences(changed, tested) == ["torch 2.13.0", "no transformer-engine"]
@@ -180,7 +174,7 @@ def test_differences_from_a_tested_combination() -> None:
     assert "python 3.12" in version_differences({**built, "python": "3.11.7"}, tested)
 
 
-def test_conflicting_requirements() -> None:
+def test_conflicting_requirements():
     requires = {"sglang": ["torch==2.9.1", "transformers>=5", "flashinfer==1"], "torch": ["sympy>1; extra == 'opt'"]}
     versions = {"python": "3.12.1", "sglang": "0.5.9", "torch": "2.9.1+cu128", "transformers": "4.51"}
     clash = check_requirements(versions, lambda package: requires.get(package, []))
@@ -190,7 +184,7 @@ def test_conflicting_requirements() -> None:
     assert fine.status is Status.PASS
 
 
-def test_missing_packages_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_missing_packages_are_named(monkeypatch):
     from megarl.ops.doctor.node import versions
 
     present = {name: version for name, version in package_versions((*PACKAGES, "megarl-llm")).items() if name != "ray"}

@@ -4,9 +4,8 @@ from __future__ import annotations
 
 import re
 import shutil
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pyarrow.parquet as pq
 import pytest
@@ -41,28 +40,28 @@ JOBS = {SFTConfig: FineTuning, RewardTrainingConfig: RewardTraining, PreferenceC
 MakeConfig = Callable[..., SupervisedConfig]
 
 
-def dry_run_of(config: SupervisedConfig) -> SupervisedDryRun:
+def dry_run_of(config):
     return SupervisedDryRun(JOBS[type(config)](config))
 
 
-def report(config: SupervisedConfig) -> list[str]:
+def report(config):
     lines: list[str] = []
     check_parts(dry_run_of(config), lines.append)
     return lines
 
 
-def failures(config: SupervisedConfig) -> list[str]:
+def failures(config):
     lines: list[str] = []
     with raises("config.dry-run-failed", f"of {len(PARTS)} parts"):
         check_parts(dry_run_of(config), lines.append)
     return [line for line in lines if line.startswith("fail")]
 
 
-def first_rows(arithmetic: Path, file: str, answers: Sequence[str]) -> str:
+def first_rows(arithmetic, file, answers):
     """Describe the token counts of a file's first eight rows, computed by transformers."""
     tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
 
-    def count(row: dict[str, Any], answer: str) -> int:
+    def count(row, answer):
         text = tokenizer.apply_chat_template(row["prompt"], add_generation_prompt=True, tokenize=False)
         return len(tokenizer(text + row[answer] + tokenizer.eos_token, add_special_tokens=False).input_ids)
 
@@ -71,7 +70,7 @@ def first_rows(arithmetic: Path, file: str, answers: Sequence[str]) -> str:
     return f"{min(counts)} to {max(counts)} tokens, {sum(counts) / 8:.0f} on average"
 
 
-def test_dry_run_of_fine_tuning(sft_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
+def test_dry_run_of_fine_tuning(sft_config, arithmetic, tmp_path):
     config = sft_config({"trainer.dry_run": True, "trainer.save_freq": 2, "data.shuffle": False})
     before = sorted(tmp_path.rglob("*"))
     lines = report(config)
@@ -85,7 +84,7 @@ def test_dry_run_of_fine_tuning(sft_config: MakeConfig, arithmetic: Path, tmp_pa
     assert sorted(tmp_path.rglob("*")) == before and not ray.is_initialized()
 
 
-def test_dry_run_of_reward_model_training(pair_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
+def test_dry_run_of_reward_model_training(pair_config, arithmetic, tmp_path):
     config = pair_config({"trainer.dry_run": True, "trainer.test_freq": 2, "data.shuffle": False})
     lines = report(config)
     assert [line[6:].split(" (")[0] for line in lines if line.startswith("ok")] == PARTS
@@ -99,7 +98,7 @@ def test_dry_run_of_reward_model_training(pair_config: MakeConfig, arithmetic: P
     assert "no validation" in "\n".join(report(pair_config()))
 
 
-def test_dry_run_of_preference_optimization(preference_config: MakeConfig, arithmetic: Path) -> None:
+def test_dry_run_of_preference_optimization(preference_config, arithmetic):
     config = preference_config({"trainer.dry_run": True, "trainer.test_freq": 2, "data.shuffle": False})
     lines = report(config)
     assert [line[6:].split(" (")[0] for line in lines if line.startswith("ok")] == PARTS
@@ -115,9 +114,7 @@ def test_dry_run_of_preference_optimization(preference_config: MakeConfig, arith
     assert re.match("fail  models and layouts: .*/nowhere", failures(preference_config({"model.path": "/nowhere"}))[0])
 
 
-def test_dry_run_of_kto_on_pairs_and_labelled_rows(
-    preference_config: MakeConfig, arithmetic: Path, tmp_path: Path
-) -> None:
+def test_dry_run_of_kto_on_pairs_and_labelled_rows(preference_config, arithmetic, tmp_path):
     keys = {"trainer.dry_run": True, "loss.type": "kto", "data.shuffle": False}
     text = "\n".join(report(preference_config(keys)))
     assert "10 batches per epoch; the run has 10 steps" in text and "first batch: 8 responses of" in text  # 2 x 40 by 8
@@ -133,7 +130,7 @@ def test_dry_run_of_kto_on_pairs_and_labelled_rows(
     assert "column 'label' (data.label_key) is 'yes'" in failures(preference_config(labelled))[0]
 
 
-def test_weights_are_optional(sft_config: MakeConfig, arithmetic: Path, tmp_path: Path) -> None:
+def test_weights_are_optional(sft_config, arithmetic, tmp_path):
     """A model of real size, without weights and with another tokenizer."""
     model = tmp_path / "model"
     shutil.copytree(arithmetic / "model", model, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
@@ -146,14 +143,14 @@ def test_weights_are_optional(sft_config: MakeConfig, arithmetic: Path, tmp_path
     assert "sft: LlamaForCausalLM of" in text and "TP8 PP2 DP2" in text
 
 
-def test_a_run_that_does_not_seem_to_fit_gets_a_warning_with_a_suggestion(tmp_path: Path) -> None:
+def test_a_run_that_does_not_seem_to_fit_gets_a_warning_with_a_suggestion(tmp_path):
     small = tmp_path / "small.yaml"
     text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text(encoding="utf-8")
     small.write_text(
         text.replace("name: h100", "name: small").replace("memory_gib: 79.1", "memory_gib: 32"), encoding="utf-8"
     )
 
-    def memory(schema: type[SupervisedConfig], name: str, *overrides: str) -> list[str]:
+    def memory(schema, name, *overrides):
         model = (f"model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none", "trainer.device=cuda")
         parts = dry_run_of(compose(ConfigRequest(schema, name, (*model, *overrides))))
         list(parts.models())
@@ -189,22 +186,20 @@ def test_a_run_that_does_not_seem_to_fit_gets_a_warning_with_a_suggestion(tmp_pa
         ({"trainer.logger": ["no.such:Tracker"]}, "trackers: .*no.such"),
     ],
 )
-def test_an_error_in_each_part(
-    changes: dict[str, Any], named: str, sft_config: MakeConfig, pair_config: MakeConfig
-) -> None:
+def test_an_error_in_each_part(changes, named, sft_config, pair_config):
     for make in (sft_config, pair_config):
         lines = failures(make(changes))
         assert any(re.match(f"fail  {named}", line, re.DOTALL) for line in lines), lines
 
 
-def test_columns_of_each_job(sft_config: MakeConfig, pair_config: MakeConfig, arithmetic: Path) -> None:
+def test_columns_of_each_job(sft_config, pair_config, arithmetic):
     sft, pairs = ([str(arithmetic / "data" / f"{name}.parquet")] for name in ("sft", "pairs"))
     assert "'response'" in failures(sft_config({"data.train_files": pairs}))[0]
     assert "'chosen'" in failures(pair_config({"data.train_files": sft}))[0]
     assert "data.val_files" in failures(pair_config({"data.val_files": sft}))[0]
 
 
-def test_all_errors_are_reported_at_once(sft_config: MakeConfig) -> None:
+def test_all_errors_are_reported_at_once(sft_config):
     wrong = {"data.train_files": ["/no.parquet"], "trainer.resume_mode": "must", "model.tokenizer_path": "/nowhere"}
     failed = [line.split(": ")[0] for line in failures(sft_config(wrong))]
     assert failed == ["fail  tokenizer", "fail  data", "fail  algorithm", "fail  checkpoints"]
@@ -215,14 +210,14 @@ def test_all_errors_are_reported_at_once(sft_config: MakeConfig) -> None:
     [("sft", "sft", "sft"), ("reward_model", "pairs", "reward-model"), ("preference", "pairs", "preference")],
 )
 def test_exit_codes(
-    name: str,
-    file: str,
-    job: str,
-    arithmetic: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-    capsys: pytest.CaptureFixture[str],
-) -> None:
+    name,
+    file,
+    job,
+    arithmetic,
+    tmp_path,
+    monkeypatch,
+    capsys,
+):
     monkeypatch.chdir(tmp_path)
     keys = [f"model.path={arithmetic}/model", "data.train_batch_size=8", "trainer.n_gpus_per_node=1"]
     keys += [f"data.train_files={arithmetic}/data/{file}.parquet", "trainer.device=cpu", "trainer.dry_run=true"]

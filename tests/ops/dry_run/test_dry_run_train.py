@@ -5,9 +5,7 @@ from __future__ import annotations
 import json
 import re
 import shutil
-from collections.abc import Callable
 from pathlib import Path
-from typing import Any
 
 import pytest
 from support.expected_errors import raises
@@ -28,17 +26,17 @@ SIZES = {"32b": "Qwen2.5-32B", "70b": "Llama-3-70B", "30b_a3b": "Qwen3-30B-A3B",
 """Model by the size in a script's name; all other scripts use a 7B model."""
 
 
-def report(config: TrainConfig) -> list[str]:
+def report(config):
     lines: list[str] = []
     check_parts(TrainDryRun(config), lines.append)
     return lines
 
 
 @pytest.fixture
-def real_model(arithmetic: Path, tmp_path: Path) -> Callable[[str], str]:
+def real_model(arithmetic, tmp_path):
     """Make a folder with a real model's ``config.json`` and a small tokenizer."""
 
-    def make(name: str) -> str:
+    def make(name):
         folder = tmp_path / name
         shutil.copytree(arithmetic / "model", folder, ignore=shutil.ignore_patterns("*.safetensors*", "config.json"))
         shutil.copy(MODELS / name / "config.json", folder)
@@ -47,7 +45,7 @@ def real_model(arithmetic: Path, tmp_path: Path) -> Callable[[str], str]:
     return make
 
 
-def test_dry_run_of_the_quickstart(train_config: Callable[..., TrainConfig], tmp_path: Path) -> None:
+def test_dry_run_of_the_quickstart(train_config, tmp_path):
     config = train_config({"reward.name": "arithmetic", "trainer.dry_run": True, "trainer.save_freq": 2})
     lines = report(config)
     assert [line.split(" (")[0] for line in lines if line.startswith("ok")] == [
@@ -63,7 +61,7 @@ def test_dry_run_of_the_quickstart(train_config: Callable[..., TrainConfig], tmp
     assert not (tmp_path / "files").exists()
 
 
-def test_dry_run_of_adapters(train_config: Callable[..., TrainConfig]) -> None:
+def test_dry_run_of_adapters(train_config):
     keys = {
         f"{POLICY}.model.lora_rank": 4,
         f"{POLICY}.model.target_modules": ["q_proj"],
@@ -77,7 +75,7 @@ def test_dry_run_of_adapters(train_config: Callable[..., TrainConfig]) -> None:
     assert any(line.startswith("fail") and "'query'" in line for line in lines), lines
 
 
-def test_dry_run_of_engines_in_fp8(train_config: Callable[..., TrainConfig]) -> None:
+def test_dry_run_of_engines_in_fp8(train_config):
     keys = {f"{POLICY}.rollout.quantization": "fp8"}
     assert "engines quantize linear layers to fp8 as they arrive" in "\n".join(report(train_config(keys)))
     lines: list[str] = []
@@ -86,7 +84,7 @@ def test_dry_run_of_engines_in_fp8(train_config: Callable[..., TrainConfig]) -> 
     assert any(line.startswith("fail") and "quantization=fp8 with rollout.name=sglang" in line for line in lines), lines
 
 
-def test_dry_run_of_distillation(train_config: Callable[..., TrainConfig], arithmetic: Path) -> None:
+def test_dry_run_of_distillation(train_config, arithmetic):
     teacher = {"distillation.enabled": True, "distillation.teacher_models.big.model_path": str(arithmetic / "model")}
     loss = {"distillation.distillation_loss.use_policy_gradient": True}
     text = "\n".join(report(train_config(teacher | loss)))
@@ -98,12 +96,12 @@ def test_dry_run_of_distillation(train_config: Callable[..., TrainConfig], arith
 
 @pytest.mark.parametrize("script", SCRIPTS)
 def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
-    script: str,
-    real_model: Callable[[str], str],
-    arithmetic: Path,
-    tmp_path: Path,
-    monkeypatch: pytest.MonkeyPatch,
-) -> None:
+    script,
+    real_model,
+    arithmetic,
+    tmp_path,
+    monkeypatch,
+):
     monkeypatch.setenv("SGLANG_API_KEY", "key of external servers")
     model = next((model for size, model in SIZES.items() if size in script), "Qwen2.5-7B")
     overrides = (
@@ -157,12 +155,12 @@ def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
     ids=["no GPU", "too many devices", "no SGLang", "no login"],
 )
 def test_shortages_of_this_machine_fail_the_dry_run(
-    changes: dict[str, Any],
-    named: str,
-    train_config: Callable[..., TrainConfig],
-    monkeypatch: pytest.MonkeyPatch,
-    tmp_path: Path,
-) -> None:
+    changes,
+    named,
+    train_config,
+    monkeypatch,
+    tmp_path,
+):
     for name, value in (("CUDA_VISIBLE_DEVICES", ""), ("HOME", str(tmp_path))):
         monkeypatch.setenv(name, value)
     for name in ("RAY_ADDRESS", "WANDB_API_KEY", "WANDB_MODE", "NETRC"):
@@ -174,25 +172,21 @@ def test_shortages_of_this_machine_fail_the_dry_run(
     assert any(line.startswith("fail") and re.search(named, line) for line in lines), lines
 
 
-def test_a_dead_cluster_fails_the_dry_run(
-    train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_dead_cluster_fails_the_dry_run(train_config, monkeypatch):
     monkeypatch.setenv("RAY_ADDRESS", "127.0.0.1:1")
     with raises("ray.no-cluster", "127.0.0.1:1", "trainer.hardware"):
         list(TrainDryRun(train_config()).machine())
 
 
 @pytest.mark.parametrize("changes", [{"trainer.nnodes": 2}, {"trainer.hardware": "h100"}])
-def test_a_run_for_other_machines_only_warns(
-    changes: dict[str, Any], train_config: Callable[..., TrainConfig], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_run_for_other_machines_only_warns(changes, train_config, monkeypatch):
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "")
     monkeypatch.delenv("RAY_ADDRESS", raising=False)
     (line,) = TrainDryRun(train_config({"trainer.device": "cuda", **changes})).machine()
     assert line.startswith("warning: trainer.nnodes=")
 
 
-def test_a_run_that_does_not_seem_to_fit_gets_a_warning_with_a_suggestion(tmp_path: Path) -> None:
+def test_a_run_that_does_not_seem_to_fit_gets_a_warning_with_a_suggestion(tmp_path):
     small = tmp_path / "small.yaml"
     text = (ROOT / "configs" / "hardware" / "h100.yaml").read_text(encoding="utf-8")
     small.write_text(
@@ -200,7 +194,7 @@ def test_a_run_that_does_not_seem_to_fit_gets_a_warning_with_a_suggestion(tmp_pa
     )
     model = (f"{POLICY}.model.path={MODELS / 'Qwen2.5-7B'}", "data.train_files=none")
 
-    def memory(*overrides: str) -> list[str]:
+    def memory(*overrides):
         dry_run = TrainDryRun(compose(ConfigRequest(TrainConfig, "run_8b_grpo", (*model, *overrides))))
         list(dry_run.models())
         return list(dry_run.memory())
@@ -217,7 +211,7 @@ def test_a_run_that_does_not_seem_to_fit_gets_a_warning_with_a_suggestion(tmp_pa
         memory("trainer.hardware=h10")
 
 
-def test_all_errors_are_reported_at_once(train_config: Callable[..., TrainConfig]) -> None:
+def test_all_errors_are_reported_at_once(train_config):
     wrong = {"data.train_files": ["/no.parquet"], "algorithm.adv_estimator": "/no.py:mine"}
     lines: list[str] = []
     with raises("config.dry-run-failed") as caught:
@@ -231,7 +225,7 @@ ALONE = {"critic.megatron.data_parallel_size": 1}
 
 
 @pytest.fixture
-def failing_reward(tmp_path: Path) -> str:
+def failing_reward(tmp_path):
     file = tmp_path / "reward.py"
     file.write_text(
         "def compute_score(data_source, solution_str, ground_truth, extra_info):\n    raise KeyError('gold')\n",
@@ -262,16 +256,14 @@ def failing_reward(tmp_path: Path) -> str:
         ({"trainer.resume_mode": "must"}, r"checkpoints: trainer.resume_mode=must.*\[resume\.no-checkpoint\]"),
     ],
 )
-def test_an_error_in_each_part(changes: dict[str, Any], named: str, train_config: Callable[..., TrainConfig]) -> None:
+def test_an_error_in_each_part(changes, named, train_config):
     lines: list[str] = []
     with raises("config.dry-run-failed"):
         check_parts(TrainDryRun(train_config(changes)), lines.append)
     assert any(re.match(f"fail  {named}", line, re.DOTALL) for line in lines), lines
 
 
-def test_a_failing_reward_function_is_found_by_a_call(
-    train_config: Callable[..., TrainConfig], failing_reward: str
-) -> None:
+def test_a_failing_reward_function_is_found_by_a_call(train_config, failing_reward):
     lines: list[str] = []
     with raises("config.dry-run-failed", "rewards"):
         check_parts(TrainDryRun(train_config({"reward.custom_reward_function.path": failing_reward})), lines.append)
@@ -287,9 +279,7 @@ def test_a_failing_reward_function_is_found_by_a_call(
         (r"float(solution_str == '\\boxed{' + ground_truth + '}')", False),
     ],
 )
-def test_a_ground_truth_that_scores_nothing_is_a_warning(
-    train_config: Callable[..., TrainConfig], tmp_path: Path, score: str, warns: bool
-) -> None:
+def test_a_ground_truth_that_scores_nothing_is_a_warning(train_config, tmp_path, score, warns):
     file = tmp_path / "score.py"
     file.write_text(
         f"def compute_score(data_source, solution_str, ground_truth, extra_info):\n    return {score}\n",
@@ -301,9 +291,7 @@ def test_a_ground_truth_that_scores_nothing_is_a_warning(
     assert ("every part is fine" in lines[-1]) != warns and ("read the warnings of: rewards" in lines[-1]) == warns
 
 
-def test_a_folder_with_the_work_of_another_run_fails_the_part_of_checkpoints(
-    train_config: Callable[..., TrainConfig], tmp_path: Path
-) -> None:
+def test_a_folder_with_the_work_of_another_run_fails_the_part_of_checkpoints(train_config, tmp_path):
     export = tmp_path / "export"
     export.mkdir()
     (export / "config.json").write_text("{}", encoding="utf-8")
@@ -315,15 +303,13 @@ def test_a_folder_with_the_work_of_another_run_fails_the_part_of_checkpoints(
     assert failed.endswith("[disk.folder-of-other-run]")
 
 
-def test_services_are_listed_but_not_called(train_config: Callable[..., TrainConfig]) -> None:
+def test_services_are_listed_but_not_called(train_config):
     judge = {"reward.name": "judge", "reward.judge.base_url": "http://judge.invalid/v1"}
     text = "\n".join(report(train_config(judge | {"reward.judge.model": "m"})))
     assert "would call judge, which uses http://judge.invalid/v1: not called here" in text
 
 
-def test_a_tokenizer_of_another_model_is_rejected(
-    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
-) -> None:
+def test_a_tokenizer_of_another_model_is_rejected(train_config, arithmetic, tmp_path):
     other = tmp_path / "small"
     shutil.copytree(arithmetic / "model", other, ignore=shutil.ignore_patterns("*.safetensors"))
     config = json.loads((other / "config.json").read_text(encoding="utf-8"))
@@ -336,9 +322,7 @@ def test_a_tokenizer_of_another_model_is_rejected(
     assert "fail  data" in text and "vocabulary of 7 tokens" in text
 
 
-def test_files_that_name_different_ends_of_a_sequence_warn(
-    train_config: Callable[..., TrainConfig], arithmetic: Path, tmp_path: Path
-) -> None:
+def test_files_that_name_different_ends_of_a_sequence_warn(train_config, arithmetic, tmp_path):
     other = shutil.copytree(arithmetic / "model", tmp_path / "other")
     (other / "generation_config.json").write_text('{"eos_token_id": [5, 6]}', encoding="utf-8")
     text = "\n".join(report(train_config({f"{POLICY}.model.path": str(other)})))

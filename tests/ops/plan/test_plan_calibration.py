@@ -2,7 +2,6 @@
 
 import json
 from dataclasses import asdict
-from pathlib import Path
 
 import pytest
 import yaml
@@ -23,7 +22,7 @@ REACHED = {"gen": 0.2, "old_log_prob": 0.4, "update_actor": 0.5, "update_weights
 LENGTHS = {"prompt_length/mean": 300.0, "response_length/mean": 500.0, "response_length/max": 1000.0}
 
 
-def write_run(folder: Path, config, rows, job="train") -> Path:
+def write_run(folder, config, rows, job="train"):
     """Write the files of a run; each row has the metrics of a step."""
     folder.mkdir()
     (folder / "config.yaml").write_text(yaml.safe_dump(json.loads(json.dumps(asdict(config)))), encoding="utf-8")

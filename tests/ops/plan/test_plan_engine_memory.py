@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 from dataclasses import replace
-from pathlib import Path
 
 import pytest
 from engine_memory import Measured, hidden_peak, measure, peaks
 from memory_cases import CASES, MODELS, ROWS, expected, planned_pass, planned_role
-from support.distributed import ProcessPool
 from support.valid_layouts import of_release
 from tiny_models import save_model
 
@@ -18,7 +16,7 @@ ACTIVATIONS, EVERYTHING = 0.1, 0.2
 
 
 @pytest.fixture(scope="module")
-def models(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+def models(tmp_path_factory):
     paths = {}
     for name, settings in MODELS.items():
         paths[name] = tmp_path_factory.mktemp(name)
@@ -31,7 +29,7 @@ MORE += ("output_norms", "output_norms_cp2", "adapters_tp2_bfloat16")
 
 
 @pytest.mark.parametrize("name", of_release([name for name in CASES if name not in MORE], MORE))
-def test_planned_bytes_equal_the_engines(pool: ProcessPool, models: dict[str, Path], name: str) -> None:
+def test_planned_bytes_equal_the_engines(pool, models, name):
     case = CASES[name]
     path = models[case.model]
     measured: list[Measured] = pool.run(measure, case.setup.layout.world_size, path, case.setup, ROWS)
@@ -42,7 +40,7 @@ def test_planned_bytes_equal_the_engines(pool: ProcessPool, models: dict[str, Pa
 
 
 @pytest.mark.parametrize("name", ["one_bfloat16", "pp2_tied", "full_uniform_two", "experts_bfloat16"])
-def test_peak_memory_is_close_to_the_engines(pool: ProcessPool, models: dict[str, Path], name: str) -> None:
+def test_peak_memory_is_close_to_the_engines(pool, models, name):
     case = CASES[name]
     setup, path = case.setup, models[case.model]
     role = planned_role(path, setup)
@@ -54,7 +52,7 @@ def test_peak_memory_is_close_to_the_engines(pool: ProcessPool, models: dict[str
 
 
 @pytest.mark.parametrize("name", ["one_bfloat16", "tp2_sequence_parallel", "pp2_tied"])
-def test_a_forward_pass_holds_the_logits_of_one_micro_batch(pool: ProcessPool, tmp_path: Path, name: str) -> None:
+def test_a_forward_pass_holds_the_logits_of_one_micro_batch(pool, tmp_path, name):
     """Four micro-batches, with a vocabulary so large that the logits dominate."""
     case = CASES[name]
     setup = case.setup
@@ -68,7 +66,7 @@ def test_a_forward_pass_holds_the_logits_of_one_micro_batch(pool: ProcessPool, t
 
 
 @pytest.mark.parametrize("name", ["one_bfloat16", "cp2"])
-def test_a_pass_for_hidden_states_holds_no_logits(pool: ProcessPool, tmp_path: Path, name: str) -> None:
+def test_a_pass_for_hidden_states_holds_no_logits(pool, tmp_path, name):
     """With a vocabulary whose logits would take several times the memory of the pass."""
     case = CASES[name]
     setup = case.setup

@@ -1,9 +1,6 @@
 """Planned jobs: roles, passes, phases."""
 
-from __future__ import annotations
-
 import json
-from pathlib import Path
 
 import pytest
 from planned_jobs import MODELS, megatron, train_job
@@ -17,7 +14,7 @@ from megarl.ops.plan.lengths import Lengths, lengths_of
 from megarl.ops.plan.step_costs import step_cost
 
 
-def reward_model_folder(path: Path) -> str:
+def reward_model_folder(path):
     """Write the config of a reward model with the shape of Qwen2.5-7B."""
     raw = json.loads((MODELS / "Qwen2.5-7B" / "config.json").read_text(encoding="utf-8"))
     raw |= {"architectures": ["Qwen2ForSequenceClassification"], "num_labels": 1, "pad_token_id": 0}
@@ -25,7 +22,7 @@ def reward_model_folder(path: Path) -> str:
     return str(path)
 
 
-def test_roles_and_phases_follow_the_algorithm(tmp_path: Path) -> None:
+def test_roles_and_phases_follow_the_algorithm(tmp_path):
     job = train_job(
         "Qwen2.5-7B",
         megatron(4),
@@ -58,7 +55,7 @@ def test_roles_and_phases_follow_the_algorithm(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize(("algorithm", "scored"), [("remax", 3), ("best_of_n", 2)])
-def test_all_samples_are_scored_and_selected_ones_are_trained_on(algorithm: str, scored: int, tmp_path: Path) -> None:
+def test_all_samples_are_scored_and_selected_ones_are_trained_on(algorithm, scored, tmp_path):
     """64 prompts: ReMax trains on two samples and scores a greedy third; best-of-n trains on one of two.
 
     Each of eight ranks holds a copy of the reward model: 28 layers with 28 heads of size 128, and a scalar head.
@@ -92,7 +89,7 @@ def test_all_samples_are_scored_and_selected_ones_are_trained_on(algorithm: str,
     assert step.tokens == trained * 2048, "as the metric perf/throughput counts them"
 
 
-def test_device_memory_equals_the_states_of_its_stage() -> None:
+def test_device_memory_equals_the_states_of_its_stage():
     job = train_job("Qwen2.5-7B", megatron(2, 4))
     plan = plan_memory(job, 80 * 2**30)
     (update,) = (memory for memory in plan.phases if memory.phase == "update_actor")
@@ -102,7 +99,7 @@ def test_device_memory_equals_the_states_of_its_stage() -> None:
 
 
 @pytest.mark.parametrize(("schema", "sequences"), [(SFTConfig, 1), (RewardTrainingConfig, 2)])
-def test_supervised_jobs_have_one_phase(schema: type[SFTConfig], sequences: int, tmp_path: Path) -> None:
+def test_supervised_jobs_have_one_phase(schema, sequences, tmp_path):
     values = {
         "data": {
             "train_files": ["x.parquet"],
@@ -128,7 +125,7 @@ def test_supervised_jobs_have_one_phase(schema: type[SFTConfig], sequences: int,
 @pytest.mark.parametrize(
     ("loss", "phases"), [("dpo", ("ref", "update")), ("kto", ("ref", "update")), ("simpo", ("update",))]
 )
-def test_preference_job_keeps_a_reference_in_host_memory(loss: str, phases: tuple[str, ...]) -> None:
+def test_preference_job_keeps_a_reference_in_host_memory(loss, phases):
     values = {
         "data": {"train_files": ["x.parquet"], "train_batch_size": 32, "max_length": 1000},
         "model": {"path": str(MODELS / "Qwen2.5-7B")},
@@ -149,6 +146,6 @@ def test_preference_job_keeps_a_reference_in_host_memory(loss: str, phases: tupl
     assert tuple(costs) == phases and all(costs.values())
 
 
-def test_an_invalid_layout_is_rejected_by_its_key() -> None:
+def test_an_invalid_layout_is_rejected_by_its_key():
     with raises("layout.tp-heads", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=8 "):
         train_job("Qwen2.5-7B", megatron(8))

@@ -24,6 +24,6 @@ def test_the_cache_is_as_large_as_the_embedded_engines():
     assert bytes_per_sequence(model, 2, 2) * 2 == bytes_per_sequence(model, 1, 2)
 
 
-def test_slots_are_rounded_as_in_the_embedded_engine() -> None:
+def test_slots_are_rounded_as_in_the_embedded_engine():
     """The plan imports no torch, so it has a constant of its own."""
     assert LENGTH_MULTIPLE == engine.LENGTH_MULTIPLE

@@ -1,7 +1,5 @@
 """Planned against measured peak memory of log-probs, entropies and exact KL from logits, with and without backward."""
 
-from __future__ import annotations
-
 from dataclasses import replace
 
 import pytest
@@ -11,14 +9,14 @@ from planned_jobs import megatron, train_job
 
 from megarl.megatron.layers.logprobs import ReferenceHead, vocab_parallel_outputs
 from megarl.models import partition
-from megarl.ops.plan.job import PlannedPass, PlannedRole
+from megarl.ops.plan.job import PlannedPass
 from megarl.ops.plan.layer_activations import tokens_on_rank
 from megarl.ops.plan.pass_activations import logits_bytes, padded_vocab
 
 TOKENS, HIDDEN = 16, 4
 
 
-def role(dtype: str) -> PlannedRole:
+def role(dtype):
     actor = train_job("Qwen2.5-7B", megatron(dtype=dtype), devices=1).role("actor")
     return replace(actor, model=replace(actor.model, vocab_size=4096, hidden_size=HIDDEN))
 
@@ -28,13 +26,13 @@ def role(dtype: str) -> PlannedRole:
 @pytest.mark.parametrize("updates", [False, True])
 @pytest.mark.parametrize("tokens_per_chunk", [TOKENS // 4, TOKENS])
 def test_planned_logits_memory_equals_the_measured_peak(
-    monkeypatch: pytest.MonkeyPatch,
-    dtype: str,
-    with_entropy: bool,
-    references: int,
-    updates: bool,
-    tokens_per_chunk: int,
-) -> None:
+    monkeypatch,
+    dtype,
+    with_entropy,
+    references,
+    updates,
+    tokens_per_chunk,
+):
     model = role(dtype)
     monkeypatch.setattr(partition, "LOGITS_CHUNK_BYTES", tokens_per_chunk * padded_vocab(model) * 4)
     planned = PlannedPass("update", updates, TOKENS, TOKENS, 1, 1, 0, with_entropy, references > 0)
@@ -50,9 +48,7 @@ def test_planned_logits_memory_equals_the_measured_peak(
     assert plan == pytest.approx(alive.peak, rel=0.01)
 
 
-def _loss(
-    hidden: torch.Tensor, weight: torch.Tensor, targets: torch.Tensor, vocab: int, with_entropy: bool, references: int
-) -> torch.Tensor:
+def _loss(hidden, weight, targets, vocab, with_entropy, references):
     logits = hidden @ weight.T
     numbers = torch.arange(TOKENS, dtype=torch.int16) % 2 if references == 2 else None
     outputs = vocab_parallel_outputs(

@@ -1,12 +1,9 @@
 """Device memory in each phase, host memory, and KV cache."""
 
-from __future__ import annotations
-
 import pytest
 from planned_jobs import OFFLOAD, megatron, train_job
 
 from megarl.ops.plan import plan_memory
-from megarl.ops.plan.memory import MemoryPlan
 from megarl.ops.plan.states import StateCounter
 from megarl.rollout.sglang.memory import default_fraction
 
@@ -15,22 +12,22 @@ TP8PP4 = megatron(8, 4, recompute_granularity="full")
 ENGINES = {"actor_rollout_ref__rollout__tensor_model_parallel_size": 8}
 
 
-def names(plan: MemoryPlan, phase: str) -> set[tuple[str, str]]:
+def names(plan, phase):
     (memory,) = (candidate for candidate in plan.phases if candidate.phase == phase)
     return {(component.owner, component.name) for component in memory.components}
 
 
-def host_copies(plan: MemoryPlan) -> dict[str, int]:
+def host_copies(plan):
     """Bytes in host memory by name, without the token columns of a step."""
     return {component.name: component.nbytes for component in plan.host if component.owner != "driver"}
 
 
-def test_token_columns_of_a_step_are_in_host_memory() -> None:
+def test_token_columns_of_a_step_are_in_host_memory():
     (component,) = plan_memory(train_job("Llama-3-70B", TP8PP4, TP8PP4, nodes=4, **ENGINES)).host
     assert (component.owner, component.name) == ("driver", "token columns") and component.nbytes > 0
 
 
-def test_offloaded_states_are_on_the_device_only_in_their_phases() -> None:
+def test_offloaded_states_are_on_the_device_only_in_their_phases():
     offloaded = plan_memory(train_job("Llama-3-70B", TP8PP4 | OFFLOAD, TP8PP4 | OFFLOAD, nodes=4, **ENGINES), 80 * GIB)
     assert names(offloaded, "gen") == {("rollout", "weights"), ("rollout", "kv_cache")}
     assert {owner for owner, _ in names(offloaded, "update_critic")} == {"critic"}
@@ -42,7 +39,7 @@ def test_offloaded_states_are_on_the_device_only_in_their_phases() -> None:
     assert resident.peak.nbytes > offloaded.peak.nbytes and resident.host_bytes < offloaded.host_bytes
 
 
-def test_a_swapped_reference_is_in_host_memory_beside_the_weights_of_the_actor() -> None:
+def test_a_swapped_reference_is_in_host_memory_beside_the_weights_of_the_actor():
     with_kl = {"actor_rollout_ref__actor__use_kl_loss": True}
     job = train_job("Qwen2.5-7B", megatron(4), **with_kl)
     plan = plan_memory(job, 80 * GIB)
@@ -64,7 +61,7 @@ def test_a_swapped_reference_is_in_host_memory_beside_the_weights_of_the_actor()
     assert ("reference", "weights") in names(plan, "gen") and not host_copies(plan)
 
 
-def test_engines_on_their_own_devices_leave_the_memory_of_the_trainer() -> None:
+def test_engines_on_their_own_devices_leave_the_memory_of_the_trainer():
     """2 devices train, and an engine of 2 devices has half of the weights on each, at SGLang's own memory fraction."""
     own = {
         "devices": 2,
@@ -86,7 +83,7 @@ def test_engines_on_their_own_devices_leave_the_memory_of_the_trainer() -> None:
     assert plan.kv.tokens == int(fraction * 80 * GIB - gen["weights"]) // plan.kv.bytes_per_token
 
 
-def test_hybrid_replicas_need_memory_on_the_trainers_devices_while_they_generate() -> None:
+def test_hybrid_replicas_need_memory_on_the_trainers_devices_while_they_generate():
     """Each of two devices has half of 7.6 billion parameters: 2 bytes of weights each, 4 of gradients, 12 of states."""
     keys = {
         "devices": 2,
@@ -114,8 +111,8 @@ def test_hybrid_replicas_need_memory_on_the_trainers_devices_while_they_generate
     assert {part.owner for part in update.components} == {"actor"}
 
 
-def test_pools_share_a_node_that_has_enough_devices() -> None:
-    def slots(devices: int, engines: int, node_size: int, nodes: int = 1) -> list[tuple[int, int]]:
+def test_pools_share_a_node_that_has_enough_devices():
+    def slots(devices, engines, node_size, nodes=1):
         job = train_job(
             "Qwen2.5-7B",
             nodes=nodes,
@@ -132,7 +129,7 @@ def test_pools_share_a_node_that_has_enough_devices() -> None:
     assert slots(2, 1, 8, nodes=2) == [(0, 0), (0, 1), (1, 0), (1, 1), (2, 0), (3, 0)]
 
 
-def test_the_proximal_policy_of_a_sync_interval_is_in_host_memory() -> None:
+def test_the_proximal_policy_of_a_sync_interval_is_in_host_memory():
     interval = {
         "async_training__mode": "disaggregated",
         "async_training__sync_interval": 2,
@@ -152,10 +149,10 @@ def test_the_proximal_policy_of_a_sync_interval_is_in_host_memory() -> None:
     assert not host_copies(plan_memory(adapters, 80 * GIB))
 
 
-def test_magnitudes_of_adapters_are_trained_parameters() -> None:
+def test_magnitudes_of_adapters_are_trained_parameters():
     """Rows of Qwen2.5-7B's linear layers at TP=4: column-parallel rows are divided, row-parallel rows are not."""
 
-    def parameters(kind: str) -> int:
+    def parameters(kind):
         adapters = {"lora_rank": 8, "lora__type": kind}
         job = train_job("Qwen2.5-7B", megatron(4), **{f"actor_rollout_ref__model__{k}": v for k, v in adapters.items()})
         return StateCounter(job.role("actor")).of(0).parameters
@@ -164,10 +161,10 @@ def test_magnitudes_of_adapters_are_trained_parameters() -> None:
     assert parameters("dora") - parameters("lora") == 28 * (column + 2 * 3584)
 
 
-def test_background_save_copies_states_that_are_not_offloaded() -> None:
+def test_background_save_copies_states_that_are_not_offloaded():
     saves = {"trainer__save_freq": 10, "actor_rollout_ref__actor__checkpoint__async_save": True}
 
-    def copies(**options: bool) -> dict[str, int]:
+    def copies(**options):
         plan = plan_memory(train_job("Qwen2.5-7B", megatron(4, **options), **saves), 80 * GIB)
         return host_copies(plan)
 
@@ -178,14 +175,14 @@ def test_background_save_copies_states_that_are_not_offloaded() -> None:
     assert not copies(optimizer_offload=True, param_offload=True).get("checkpoint copy")
 
 
-def test_replayed_routes_are_in_host_memory_of_every_rank() -> None:
+def test_replayed_routes_are_in_host_memory_of_every_rank():
     """128 samples of 2048 tokens over two data-parallel ranks; 48 layers, 8 experts per token, two bytes each."""
     for mode, expected in (("R2", 8 * 64 * 2048 * 48 * 8 * 2), ("R3", 8 * 64 * 2048 * 48 * 8 * 2), ("disabled", 0)):
         job = train_job("Qwen3-30B-A3B", megatron(4), actor_rollout_ref__actor__router_replay={"mode": mode})
         assert host_copies(plan_memory(job, 80 * GIB)).get("routes", 0) == expected
 
 
-def test_kv_cache_takes_the_static_fraction_without_weights() -> None:
+def test_kv_cache_takes_the_static_fraction_without_weights():
     job = train_job(
         "Qwen2.5-7B",
         megatron(4) | OFFLOAD,
@@ -199,7 +196,7 @@ def test_kv_cache_takes_the_static_fraction_without_weights() -> None:
     assert plan_memory(job).kv is None
 
 
-def test_micro_batch_tokens_follow_the_budget_or_the_sample_count() -> None:
+def test_micro_batch_tokens_follow_the_budget_or_the_sample_count():
     fixed = {"actor_rollout_ref__actor__micro_batch_size_per_gpu": 2}
     passes = {planned.phase: planned for planned in train_job("Qwen2.5-7B", megatron(4), **fixed).role("actor").passes}
     assert (passes["update_actor"].tokens, passes["update_actor"].outputs) == (2 * 2048, 2 * 1024)
@@ -221,16 +218,16 @@ def test_micro_batch_tokens_follow_the_budget_or_the_sample_count() -> None:
         (192, 1, 512 + 1.5 * 16384 + 2 * 512 + 128),
     ],
 )
-def test_default_memory_fraction_equals_sglangs(gib: int, tp: int, reserved_mib: float) -> None:
+def test_default_memory_fraction_equals_sglangs(gib, tp, reserved_mib):
     assert default_fraction(gib * GIB, tp) == pytest.approx(1 - reserved_mib / 1024 / gib, abs=5e-4)
 
 
-def test_kv_cache_on_a_cpu_has_megarls_size() -> None:
+def test_kv_cache_on_a_cpu_has_megarls_size():
     kv = plan_memory(train_job("Qwen2.5-7B", megatron(4), trainer__device="cpu")).kv
     assert kv is not None and kv.tokens == 2**16
 
 
-def test_the_optimizer_of_a_single_step_is_onloaded_after_the_activations() -> None:
+def test_the_optimizer_of_a_single_step_is_onloaded_after_the_activations():
     offloaded = megatron(4, 2, param_offload=True, optimizer_offload=True)
     one_step = {"actor_rollout_ref__actor__ppo_mini_batch_size": 64}
     single = names(plan_memory(train_job("Qwen2.5-7B", offloaded, **one_step), 80 * GIB), "update_actor")
@@ -239,7 +236,7 @@ def test_the_optimizer_of_a_single_step_is_onloaded_after_the_activations() -> N
     assert (("actor", "activations") in single) != (("actor", "optimizer") in single)
 
 
-def test_offloaded_states_take_whole_chunks_of_host_memory() -> None:
+def test_offloaded_states_take_whole_chunks_of_host_memory():
     job = train_job("Qwen2.5-7B", megatron(4) | OFFLOAD)
     host = host_copies(plan_memory(job))
     stage = plan_memory(job).roles["actor"].stages[0]
@@ -247,7 +244,7 @@ def test_offloaded_states_take_whole_chunks_of_host_memory() -> None:
         assert host[name] % (8 * 2**28) == 0 and 8 * size <= host[name] < 8 * (size + 2**28)
 
 
-def test_roles_on_their_own_devices_leave_the_memory_of_the_trainer() -> None:
+def test_roles_on_their_own_devices_leave_the_memory_of_the_trainer():
     """Actor on devices 0 to 7, critic on 8 to 15."""
     shared = plan_memory(train_job("Qwen2.5-7B", megatron(4), megatron(4)), 80 * GIB)
     job = train_job("Qwen2.5-7B", megatron(4), megatron(4), critic__nnodes=1, critic__n_gpus_per_node=8)
@@ -264,10 +261,10 @@ def test_roles_on_their_own_devices_leave_the_memory_of_the_trainer() -> None:
     assert together.nbytes - apart.nbytes == sum(beside.values()) > plan.roles["actor"].largest.states.weights
 
 
-def test_an_engine_in_fp8_holds_half_the_bytes_of_its_layers() -> None:
+def test_an_engine_in_fp8_holds_half_the_bytes_of_its_layers():
     fp8 = {"actor_rollout_ref__rollout__quantization": "fp8"}
 
-    def sizes(phase: str, **keys: str) -> dict[str, int]:
+    def sizes(phase, **keys):
         plan = plan_memory(train_job("Llama-3-70B", TP8PP4, TP8PP4, nodes=4, **ENGINES, **keys), 80 * GIB)
         (memory,) = (candidate for candidate in plan.phases if candidate.phase == phase)
         return {part.name: part.nbytes for part in memory.components if part.owner in ("rollout", "sync")}

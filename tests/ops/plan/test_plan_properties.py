@@ -1,7 +1,5 @@
 """Properties of all layouts, and Megatron's schedules."""
 
-from __future__ import annotations
-
 from collections import Counter
 from dataclasses import replace
 from functools import cache
@@ -13,7 +11,7 @@ from hypothesis import strategies as st
 from planned_jobs import megatron, train_job
 
 from megarl.models import ParallelLayout
-from megarl.ops.plan.job import PlannedPass, PlannedRole
+from megarl.ops.plan.job import PlannedPass
 from megarl.ops.plan.pass_activations import in_flight, role_activations
 from megarl.ops.plan.states import StateCounter
 
@@ -21,11 +19,11 @@ SIZES = st.sampled_from([1, 2, 4])
 
 
 @cache
-def unsplit(model: str) -> PlannedRole:
+def unsplit(model):
     return train_job(model, devices=1).role("actor")
 
 
-def actor(model: str, layout: ParallelLayout, **fields: object) -> PlannedRole:
+def actor(model, layout, **fields):
     role = unsplit(model)
     role = replace(role, layout=layout, megatron=replace(role.megatron, **fields))
     layers = layout.pp * layout.vpp * 2
@@ -35,7 +33,7 @@ def actor(model: str, layout: ParallelLayout, **fields: object) -> PlannedRole:
 
 @settings(max_examples=15)
 @given(tp=SIZES, pp=SIZES, dp=SIZES, cp=st.sampled_from([1, 2]), vpp=st.sampled_from([1, 2]), overlap=st.booleans())
-def test_optimizer_shares_sum_to_the_model(tp: int, pp: int, dp: int, cp: int, vpp: int, overlap: bool) -> None:
+def test_optimizer_shares_sum_to_the_model(tp, pp, dp, cp, vpp, overlap):
     layout = ParallelLayout(tp, pp, dp, cp, vpp=vpp if pp > 1 else 1)
     counter = StateCounter(actor("Qwen2.5-7B", layout, overlap_grad_reduce=overlap))
     for stage in range(layout.pp):
@@ -48,7 +46,7 @@ def test_optimizer_shares_sum_to_the_model(tp: int, pp: int, dp: int, cp: int, v
 
 @settings(max_examples=15)
 @given(tp=SIZES, ep=st.sampled_from([1, 2, 8]), etp=st.sampled_from([0, 1]), dp=st.sampled_from([2, 4, 8]))
-def test_dense_and_expert_optimizer_states_are_sharded_over_their_replicas(tp: int, ep: int, etp: int, dp: int) -> None:
+def test_dense_and_expert_optimizer_states_are_sharded_over_their_replicas(tp, ep, etp, dp):
     layout = ParallelLayout(tp=tp, dp=dp, ep=ep, etp=etp)
     if layout.ranks_per_stage % (layout.expert_tp * ep):
         return
@@ -63,7 +61,7 @@ def test_dense_and_expert_optimizer_states_are_sharded_over_their_replicas(tp: i
 
 
 @pytest.mark.parametrize(("pp", "vpp", "count"), [(2, 1, 8), (4, 1, 2), (4, 1, 16), (2, 2, 4), (2, 3, 8), (4, 2, 8)])
-def test_micro_batches_in_flight_follow_megatrons_schedule(pp: int, vpp: int, count: int) -> None:
+def test_micro_batches_in_flight_follow_megatrons_schedule(pp, vpp, count):
     """Forwards minus backwards of each chunk, when the stage first holds the most micro-batches."""
     from megatron.core.pipeline_parallel.schedules import get_pp_rank_microbatches, get_schedule_table
 
@@ -95,9 +93,7 @@ def test_micro_batches_in_flight_follow_megatrons_schedule(pp: int, vpp: int, co
     model=st.sampled_from(["Qwen2.5-7B", "Qwen3-30B-A3B", "DeepSeek-V3"]),
     fused=st.booleans(),
 )
-def test_recomputation_saves_memory_and_more_tokens_cost_memory(
-    tokens: int, tp: int, pp: int, model: str, fused: bool
-) -> None:
+def test_recomputation_saves_memory_and_more_tokens_cost_memory(tokens, tp, pp, model, fused):
     planned = PlannedPass("update", True, tokens, tokens, 8, 1, 0, longest=tokens)
     layout = ParallelLayout(tp=tp, pp=pp)
     plain = actor(model, layout)
@@ -110,7 +106,7 @@ def test_recomputation_saves_memory_and_more_tokens_cost_memory(
         assert larger.layers > sizes[-1]
 
 
-def test_more_devices_reduce_the_optimizer_state_per_device() -> None:
+def test_more_devices_reduce_the_optimizer_state_per_device():
     few = StateCounter(train_job("Llama-3-70B", megatron(8, 4), nodes=4).role("actor")).of(0)
     many = StateCounter(train_job("Llama-3-70B", megatron(8, 4), nodes=16).role("actor")).of(0)
     assert many.weights == few.weights and many.optimizer < few.optimizer / 3.9

@@ -1,11 +1,8 @@
 """Published figures against the plan, from the script that prints them."""
 
-from __future__ import annotations
-
 import importlib.util
 import sys
 from pathlib import Path
-from types import ModuleType
 
 import pytest
 
@@ -24,7 +21,7 @@ DISTANCES = {
 
 
 @pytest.fixture(scope="module")
-def published() -> ModuleType:
+def published():
     spec = importlib.util.spec_from_file_location("plan_published", ROOT / "benchmarks" / "plan_published.py")
     assert spec is not None and spec.loader is not None
     module = importlib.util.module_from_spec(spec)
@@ -33,7 +30,7 @@ def published() -> ModuleType:
     return module
 
 
-def test_published_figures_agree_and_are_on_the_docs_page(published: ModuleType) -> None:
+def test_published_figures_agree_and_are_on_the_docs_page(published):
     page = (ROOT / "docs" / "reference" / "benchmarks.md").read_text(encoding="utf-8")
     for row in published.rows():
         if row.source != "2205.05198 T2":
@@ -41,7 +38,7 @@ def test_published_figures_agree_and_are_on_the_docs_page(published: ModuleType)
         assert published.line(row) in page
 
 
-def test_a_layer_differs_from_the_paper_by_masks_and_rotated_heads(published: ModuleType) -> None:
+def test_a_layer_differs_from_the_paper_by_masks_and_rotated_heads(published):
     rows = [row for row in published.rows() if row.source == "2205.05198 T2"]
     assert len(rows) == 8
     for row in rows:

@@ -1,7 +1,5 @@
 """States of models with published sizes, and of layouts computed by hand."""
 
-from __future__ import annotations
-
 import pytest
 from planned_jobs import megatron, train_job
 
@@ -12,13 +10,13 @@ PUBLISHED = {"Qwen2.5-7B": (7.61e9, 1e7), "Llama-3-70B": (70.6e9, 1e8), "DeepSee
 
 
 @pytest.mark.parametrize("model", PUBLISHED)
-def test_a_single_rank_holds_the_published_parameters(model: str) -> None:
+def test_a_single_rank_holds_the_published_parameters(model):
     parameters, unit = PUBLISHED[model]
     role = train_job(model, devices=1).role("actor")
     assert StateCounter(role).of(0).parameters == pytest.approx(parameters, abs=unit)
 
 
-def test_mixed_precision_takes_eighteen_bytes_per_parameter_unless_the_optimizer_is_sharded() -> None:
+def test_mixed_precision_takes_eighteen_bytes_per_parameter_unless_the_optimizer_is_sharded():
     """bfloat16 weights 2, float32 gradients 4, float32 copies 4, two running means 8: 18, or 6 + 12 / d."""
     for dp, distributed in ((1, True), (8, True), (8, False)):
         role = train_job("Qwen2.5-7B", megatron(use_distributed_optimizer=distributed), devices=dp).role("actor")
@@ -27,7 +25,7 @@ def test_mixed_precision_takes_eighteen_bytes_per_parameter_unless_the_optimizer
         assert states.total / states.parameters == pytest.approx(each, rel=1e-4)
 
 
-def test_stages_and_tensor_ranks_divide_the_layers_and_the_vocabulary() -> None:
+def test_stages_and_tensor_ranks_divide_the_layers_and_the_vocabulary():
     role = train_job("Llama-3-70B", megatron(8, 4), nodes=4).role("actor")
     counter = StateCounter(role)
     sizes = [counter.of(role.layout.rank(pp=stage)).parameters for stage in range(4)]
@@ -36,7 +34,7 @@ def test_stages_and_tensor_ranks_divide_the_layers_and_the_vocabulary() -> None:
     assert sizes == [20 * layer + vocabulary, 20 * layer, 20 * layer, 20 * layer + vocabulary + 8192]
 
 
-def test_engine_ranks_hold_all_weights() -> None:
+def test_engine_ranks_hold_all_weights():
     model = train_job("Qwen2.5-7B", devices=1).role("actor").model
     whole = rollout_weight_bytes(model, 1, 0, "bfloat16")
     assert whole == 2 * 7615616512
@@ -45,7 +43,7 @@ def test_engine_ranks_hold_all_weights() -> None:
     assert sum(rollout_weight_bytes(model, 2, rank, "bfloat16") for rank in range(2)) == whole + norms
 
 
-def test_an_engine_in_fp8_holds_a_byte_per_weight_of_linear_layers_and_a_scale_per_block() -> None:
+def test_an_engine_in_fp8_holds_a_byte_per_weight_of_linear_layers_and_a_scale_per_block():
     model = train_job("Qwen2.5-7B", devices=1).role("actor").model
     shapes = [(3584, 3584), (512, 3584), (512, 3584), (3584, 3584), (18944, 3584), (18944, 3584), (3584, 18944)]
     linear = 28 * sum(rows * columns for rows, columns in shapes)

@@ -1,9 +1,5 @@
 """Maps of ranks over steps, with hand-computed numbers."""
 
-from __future__ import annotations
-
-from report_runs import MakeRun
-
 from megarl.ops.report.balance import MOST_RANKS, MOST_STEPS, balance_charts, balance_maps
 from megarl.ops.report.charts import chart_groups
 from megarl.ops.report.page import page_data
@@ -12,7 +8,7 @@ from megarl.ops.report.run_files import read_run
 from megarl.tracking.jsonl_files import BalanceFile
 
 
-def test_load_is_relative_to_the_mean_of_the_step() -> None:
+def test_load_is_relative_to_the_mean_of_the_step():
     rows = {
         1: {"actor/update_actor_s": [1.0, 3.0], "actor/tokens": [100.0, 300.0]},
         3: {"actor/tokens": [50.0, 50.0], "critic/tokens": [9.0]},
@@ -27,13 +23,13 @@ def test_load_is_relative_to_the_mean_of_the_step() -> None:
     assert titles == [("Ranks of actor: tokens", "ranks"), ("Ranks of actor: busy in update_actor", "ranks")]
 
 
-def test_steps_of_an_earlier_layout_are_dropped() -> None:
+def test_steps_of_an_earlier_layout_are_dropped():
     rows = {1: {"actor/tokens": [1.0, 1.0]}, 2: {"actor/tokens": [1.0, 2.0, 3.0]}, 3: {"actor/tokens": [0.0, 0.0, 0.0]}}
     assert balance_maps(rows)["actor/tokens"]["steps"] == [2, 3]
     assert balance_maps(rows)["actor/tokens"]["load"] == [[0.5, 1.0], [1.0, 1.0], [1.5, 1.0]]
 
 
-def test_downsampled_map_keeps_the_busiest_rank() -> None:
+def test_downsampled_map_keeps_the_busiest_rank():
     rows = {step: {"actor/work": [1.0] * 1000} for step in range(1, 1001)}
     rows[503]["actor/work"][777] = 5.0
     load_map = balance_maps(rows)["actor/work"]
@@ -44,7 +40,7 @@ def test_downsampled_map_keeps_the_busiest_rank() -> None:
     assert load_map["load"][row][column] == round(5 / 1.004, 4) == max(max(loads) for loads in load_map["load"])
 
 
-def test_maps_are_shown_for_a_single_run_only(make_run: MakeRun) -> None:
+def test_maps_are_shown_for_a_single_run_only(make_run):
     folder, other = make_run("a"), make_run("b")
     BalanceFile(folder / "balance.jsonl").add(2, {"actor/tokens": [10, 20, 30]})
     alone = page_data([read_run(folder)], ReportRollouts([], 0, 0), "a")
@@ -55,7 +51,7 @@ def test_maps_are_shown_for_a_single_run_only(make_run: MakeRun) -> None:
     assert "Balance" not in [group["title"] for group in chart_groups(["critic/score/mean"])]
 
 
-def test_broken_balance_file_is_reported(make_run: MakeRun) -> None:
+def test_broken_balance_file_is_reported(make_run):
     folder = make_run()
     (folder / "balance.jsonl").write_text('[]\n{"step": 1}\n', encoding="utf-8")
     run = read_run(folder)

@@ -1,18 +1,13 @@
 """The report in a real browser, led by mouse and keys; see ``tools/headless_browser.py`` for which browsers do."""
 
-from __future__ import annotations
-
 import html
 import math
 import random
 import re
-from collections.abc import Iterator
-from pathlib import Path
-from typing import Any
 
 import pytest
 from headless_browser import Browser, BrowserError, find_browser
-from report_runs import HOSTILE, MakeRun, default_rows, sample
+from report_runs import HOSTILE, default_rows, sample
 
 from megarl.ops.report import compare_runs, report_run
 from megarl.tracking.jsonl_files import BalanceFile
@@ -24,7 +19,7 @@ FIRST_CHART = "document.querySelector('.plot')"
 
 
 @pytest.fixture(scope="module")
-def shared() -> Iterator[Browser]:
+def shared():
     program = find_browser()
     if program is None:
         raise BrowserError("no browser: put chromium on PATH, or name one in BROWSER")
@@ -33,7 +28,7 @@ def shared() -> Iterator[Browser]:
 
 
 @pytest.fixture
-def browser(shared: Browser) -> Iterator[Browser]:
+def browser(shared):
     """Fails a test whose page complains, or asks for anything but itself."""
     shared.console.clear()
     shared.requests.clear()
@@ -45,34 +40,34 @@ def browser(shared: Browser) -> Iterator[Browser]:
 
 
 @pytest.fixture
-def page(browser: Browser, make_run: MakeRun) -> Browser:
+def page(browser, make_run):
     browser.open(report_run(make_run()), READY)
     return browser
 
 
-def texts(browser: Browser, selector: str) -> list[str]:
+def texts(browser, selector):
     return browser.evaluate(f"[...document.querySelectorAll({selector!r})].map((found) => found.innerText.trim())")
 
 
-def shown(browser: Browser, column: int) -> list[str]:
+def shown(browser, column):
     return texts(browser, f"#rows > tr:not(.detail) > td:nth-child({column})")
 
 
-def drawn(browser: Browser, plot: str = FIRST_CHART) -> list[dict[str, Any]]:
+def drawn(browser, plot=FIRST_CHART):
     """The lines of a chart as Plotly has them."""
     return browser.evaluate(f"{plot}.data.map((trace) => ({{name: trace.name, x: [...trace.x], y: [...trace.y]}}))")
 
 
-def open_answer(browser: Browser, number: int = 1) -> None:
+def open_answer(browser, number=1):
     browser.click(f"#rows > tr:nth-child({number}) td:nth-child(5)")
     browser.wait("document.querySelector('.answer') !== null")
 
 
-def colours(browser: Browser) -> list[str]:
+def colours(browser):
     return browser.evaluate("[...document.querySelectorAll('.token')].map((token) => token.style.background)")
 
 
-def test_a_report_opens_offline_and_shows_the_run(page: Browser) -> None:
+def test_a_report_opens_offline_and_shows_the_run(page):
     assert page.evaluate("document.title") == "exp"
     assert texts(page, "#status") == ["finished"]
     assert "Held-out accuracy rose from 0.250 (step 0) to 0.750 (step 10)." in texts(page, "#verdict")[0]
@@ -86,7 +81,7 @@ def test_a_report_opens_offline_and_shows_the_run(page: Browser) -> None:
     assert page.evaluate("document.querySelectorAll('.plot svg.main-svg').length") > 2
 
 
-def test_the_policy_of_the_page_lets_no_script_and_no_request_through(page: Browser) -> None:
+def test_the_policy_of_the_page_lets_no_script_and_no_request_through(page):
     """What would happen if something of the run did become an element."""
     page.evaluate(
         """(() => { const script = document.createElement("script"); script.textContent = "document.title = 'taken'";
@@ -100,7 +95,7 @@ def test_the_policy_of_the_page_lets_no_script_and_no_request_through(page: Brow
     page.requests.clear()  # refused ones are told too
 
 
-def test_hostile_answers_are_text(browser: Browser, make_run: MakeRun) -> None:
+def test_hostile_answers_are_text(browser, make_run):
     answers = [sample(0, 1, HOSTILE, input=HOSTILE, gts=HOSTILE, pred=HOSTILE, data_source=HOSTILE)]
     answers.append({"output": HOSTILE, "input": "masked", "masked": [[0, 9]], "score": 1, "data_source": "<b>x</b>"})
     browser.open(report_run(make_run(samples={1: answers})), READY)
@@ -116,7 +111,7 @@ def test_hostile_answers_are_text(browser: Browser, make_run: MakeRun) -> None:
     assert html.unescape(name) == "a< script> reward mean@1" and "<" not in name, "Plotly would read tags"
 
 
-def test_search_and_filters(page: Browser) -> None:
+def test_search_and_filters(page):
     assert texts(page, "#count") == ["6 of 6 answers"]
     assert texts(page, "#left-out") == ["The run kept answers of 2 of its 10 steps."]
     page.type("#search", '"question 2"')
@@ -139,7 +134,7 @@ def test_search_and_filters(page: Browser) -> None:
     assert shown(page, 4) == ["4", "4"]
 
 
-def test_rows_are_sorted_by_their_headers(page: Browser) -> None:
+def test_rows_are_sorted_by_their_headers(page):
     assert shown(page, 1) == ["10", "10", "10", "1", "1", "1"], "the latest step first"
     page.click("th[data-column=length] button")
     assert shown(page, 4) == ["4", "4", "5", "5", "6", "6"]
@@ -148,7 +143,7 @@ def test_rows_are_sorted_by_their_headers(page: Browser) -> None:
     assert page.evaluate("document.querySelector('th[data-column=length]').getAttribute('aria-sort')") == "descending"
 
 
-def test_smoothing_logarithm_and_time(page: Browser) -> None:
+def test_smoothing_logarithm_and_time(page):
     page.choose("#smoothing", "0.5")
     raw, smoothed = drawn(page)
     assert raw["y"] == [step / 10 for step in range(1, 11)]
@@ -164,7 +159,7 @@ def test_smoothing_logarithm_and_time(page: Browser) -> None:
     assert page.evaluate(f"{FIRST_CHART}._fullLayout.xaxis.title.text") == "hours of training"
 
 
-def test_charts_are_found_by_title_and_metric(page: Browser) -> None:
+def test_charts_are_found_by_title_and_metric(page):
     page.type("#chart-search", "grad_norm")
     page.wait("[...document.querySelectorAll('.chart:not([hidden]) h4')].length === 2")
     assert texts(page, ".group:not([hidden]) .chart:not([hidden]) h4") == ["Gradient norm", "Any metric"]
@@ -176,7 +171,7 @@ def test_charts_are_found_by_title_and_metric(page: Browser) -> None:
     assert page.evaluate(f"document.activeElement === {plot}"), "a keyboard goes on from there"
 
 
-def test_hover_and_arrow_keys_tell_a_curves_values(page: Browser) -> None:
+def test_hover_and_arrow_keys_tell_a_curves_values(page):
     label = "document.querySelector('.plot .hoverlayer .legend')"
     for _ in range(200):  # a chart that is still being fitted to the window takes its label away
         page.hover(".plot .nsewdrag")
@@ -191,7 +186,7 @@ def test_hover_and_arrow_keys_tell_a_curves_values(page: Browser) -> None:
     assert label == "Reward. score: from 0.1 at step 1 to 1 at step 10, between 0.1 and 1"
 
 
-def test_tokens_are_coloured_by_what_is_chosen(page: Browser) -> None:
+def test_tokens_are_coloured_by_what_is_chosen(page):
     open_answer(page)
     assert texts(page, ".answer .token") == ["4", "", "2", "▪"]
     by_advantage = colours(page)
@@ -211,7 +206,7 @@ def test_tokens_are_coloured_by_what_is_chosen(page: Browser) -> None:
     assert colours(page) == [""] * 4 and texts(page, "#legend") == [""]
 
 
-def test_grouped_answers_are_paged_filtered_and_sorted(browser: Browser, make_run: MakeRun) -> None:
+def test_grouped_answers_are_paged_filtered_and_sorted(browser, make_run):
     """Fifteen prompts with four answers each: groups of one prompt have a heading between the rows."""
     answers = [sample(number // 4, 1, f"answer {number}", score=number % 4) for number in range(60)]
     browser.open(report_run(make_run(samples={1: answers})), READY)
@@ -231,7 +226,7 @@ def test_grouped_answers_are_paged_filtered_and_sorted(browser: Browser, make_ru
     assert texts(browser, "#rows td[data-label=Answer]") == ["answer 59"]
 
 
-def test_a_tokens_numbers_by_mouse_and_by_keys(page: Browser) -> None:
+def test_a_tokens_numbers_by_mouse_and_by_keys(page):
     open_answer(page)
     page.hover(".answer .token:nth-child(3)")
     page.wait("!document.querySelector('#tip').hidden")
@@ -249,7 +244,7 @@ def test_a_tokens_numbers_by_mouse_and_by_keys(page: Browser) -> None:
     page.wait("document.querySelector('#tip').hidden")
 
 
-def test_everything_can_be_done_with_keys(page: Browser) -> None:
+def test_everything_can_be_done_with_keys(page):
     page.press("/")
     assert page.evaluate("document.activeElement.id") == "search"
     page.evaluate("document.querySelector('#rows .toggle').focus()")
@@ -260,7 +255,7 @@ def test_everything_can_be_done_with_keys(page: Browser) -> None:
     assert page.evaluate("document.activeElement.className") == "answer"
 
 
-def test_everything_that_can_be_used_has_a_name(page: Browser) -> None:
+def test_everything_that_can_be_used_has_a_name(page):
     open_answer(page)
     used = {"button", "checkbox", "combobox", "image", "img", "link", "searchbox", "slider", "spinbutton", "textbox"}
     nodes = page.send("Accessibility.getFullAXTree")["nodes"]
@@ -271,7 +266,7 @@ def test_everything_that_can_be_used_has_a_name(page: Browser) -> None:
     assert [(node["nodeName"], node.get("attributes")) for node in described] == []
 
 
-def test_config_tells_what_differs(page: Browser) -> None:
+def test_config_tells_what_differs(page):
     assert texts(page, "#config-rows tr")[0].split("\t") == ["optim.lr", "1e-06", "0.001", "command line"]
     assert texts(page, "#config-count") == ["1 of 4 keys"]
     page.choose("#config-kind", "all")
@@ -281,7 +276,7 @@ def test_config_tells_what_differs(page: Browser) -> None:
     assert "abc123" in texts(page, "#environment-rows")[0]
 
 
-def test_runs_are_compared(browser: Browser, make_run: MakeRun, tmp_path: Path) -> None:
+def test_runs_are_compared(browser, make_run, tmp_path):
     for number, lr in enumerate((1e-6, 1e-5, 1e-4)):
         rows = [{name: value * (number + 1) for name, value in row.items()} for row in default_rows()]
         for row in rows:
@@ -310,7 +305,7 @@ def test_runs_are_compared(browser: Browser, make_run: MakeRun, tmp_path: Path) 
     assert first == {"gen": pytest.approx(1.0), "testing": pytest.approx(0.8)}
 
 
-def test_a_long_run_is_drawn_with_its_extremes(browser: Browser, make_run: MakeRun) -> None:
+def test_a_long_run_is_drawn_with_its_extremes(browser, make_run):
     noise = random.Random(0)
     rows = [{"step": step, "critic/score/mean": noise.gauss(0, 1), "timing_s/step": 1.0} for step in range(1, 5001)]
     rows[1234]["critic/score/mean"] = 99.0
@@ -324,7 +319,7 @@ def test_a_long_run_is_drawn_with_its_extremes(browser: Browser, make_run: MakeR
 
 
 @pytest.mark.parametrize("width", [360, 390])
-def test_answers_and_config_stack_on_a_phone(page: Browser, width: int) -> None:
+def test_answers_and_config_stack_on_a_phone(page, width):
     """No table is wider than the window, and a cell begins below the one before it."""
     page.resize(width, 844)
     for table in ("#table", "#config table"):
@@ -335,7 +330,7 @@ def test_answers_and_config_stack_on_a_phone(page: Browser, width: int) -> None:
     page.resize(1280, 900)
 
 
-def test_dark_narrow_and_printed(page: Browser) -> None:
+def test_dark_narrow_and_printed(page):
     background = "getComputedStyle(document.body).backgroundColor"
     light = page.evaluate(background)
     page.prefer("dark")
@@ -353,7 +348,7 @@ def test_dark_narrow_and_printed(page: Browser) -> None:
     assert page.evaluate("[...document.querySelectorAll('.plot')].every((plot) => plot.querySelector('svg'))")
 
 
-def test_an_empty_run_and_an_old_browser(browser: Browser, tmp_path: Path) -> None:
+def test_an_empty_run_and_an_old_browser(browser, tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     path = report_run(tmp_path)
     browser.open(path, READY)
@@ -368,7 +363,7 @@ def test_an_empty_run_and_an_old_browser(browser: Browser, tmp_path: Path) -> No
     browser.console.clear()
 
 
-def test_ranks_are_a_map_that_mouse_and_keys_read(browser: Browser, make_run: MakeRun) -> None:
+def test_ranks_are_a_map_that_mouse_and_keys_read(browser, make_run):
     folder = make_run()
     file = BalanceFile(folder / "balance.jsonl")
     for step in range(1, 4):

@@ -1,7 +1,5 @@
 """Downsampled curves, and the charts."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np
@@ -13,7 +11,7 @@ from megarl.ops.report.charts import chart_groups, downsample, metric_curves, no
 
 
 @given(st.lists(st.floats(-1e6, 1e6), min_size=1, max_size=400), st.integers(1, 50))
-def test_downsampling_keeps_mean_and_extremes(values: list[float], most: int) -> None:
+def test_downsampling_keeps_mean_and_extremes(values, most):
     steps = np.arange(len(values)) * 3
     curve = downsample(steps, np.array(values), most)
     if len(values) <= most:
@@ -28,12 +26,12 @@ def test_downsampling_keeps_mean_and_extremes(values: list[float], most: int) ->
         assert low - 1e-5 * abs(low) - 1e-9 <= mean <= high + 1e-5 * abs(high) + 1e-9
 
 
-def test_downsampling_by_hand() -> None:
+def test_downsampling_by_hand():
     curve = downsample(np.array([1, 2, 3, 4, 5]), np.array([1.0, 3.0, 5.0, 0.0, 4.0]), 2)
     assert curve == {"x": [2, 5], "y": [2.0, 3.0], "low": [1.0, 0.0], "high": [3.0, 5.0], "n": 5}
 
 
-def test_curves_skip_missing_values_and_share_step_axes() -> None:
+def test_curves_skip_missing_values_and_share_step_axes():
     rows = [{"step": 1, "a": 1.23456789, "b": 2.0}, {"step": 5, "a": 2.0, "b": math.inf, "c": math.nan}]
     axes, curves = metric_curves(rows)
     assert axes == [[1, 5], [1], []]
@@ -43,7 +41,7 @@ def test_curves_skip_missing_values_and_share_step_axes() -> None:
     assert metric_curves([]) == ([], {})
 
 
-def test_training_time_includes_validation_and_saves() -> None:
+def test_training_time_includes_validation_and_saves():
     rows = [
         {"step": 0, "timing_s/testing": 4.0},
         {"step": 1, "timing_s/step": 2.0, "timing_s/gen": 1.0},
@@ -56,7 +54,7 @@ def test_training_time_includes_validation_and_saves() -> None:
     assert len(steps) <= 1200 and (steps[0], steps[-1]) == (1, 10_000) and seconds[-1] == 20_000.0
 
 
-def test_charts_of_the_present_metrics() -> None:
+def test_charts_of_the_present_metrics():
     names = [
         "actor/kl_loss", "critic/score/mean", "other/thing", "timing_s/adv", "timing_s/gen", "timing_s/save_checkpoint",
         "timing_s/step", "timing_s/zzz", "val-core/arithmetic/reward/mean@1", "reward/failed",

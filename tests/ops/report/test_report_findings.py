@@ -1,33 +1,28 @@
 """Verdict and findings of runs with known metrics."""
 
-from __future__ import annotations
-
 import math
 from pathlib import Path
 
 import pytest
-from report_runs import MakeRun
 
 from megarl.ops.report.findings import RULES, failure_counts, final_metrics, run_findings, run_verdict
 from megarl.ops.report.run_files import RunRecord, read_run
 
 
-def run(
-    values: dict[str, list[float]], status: str = "finished", config: dict[str, dict[str, object]] | None = None
-) -> RunRecord:
+def run(values, status="finished", config=None):
     length = max(map(len, values.values()))
     rows = [{"step": n + 1, **{name: v[n] for name, v in values.items() if n < len(v)}} for n in range(length)]
     return RunRecord(Path("run"), "run", rows, config or {}, status=status)
 
 
-def levels(values: dict[str, list[float]]) -> list[tuple[str, str]]:
+def levels(values):
     return [(finding.level, finding.metric) for finding in run_findings(run(values))]
 
 
 ACCURACY = "val-core/x/reward/mean@1"
 
 
-def test_verdict_of_a_run(make_run: MakeRun) -> None:
+def test_verdict_of_a_run(make_run):
     record = read_run(make_run())
     assert run_verdict(record) == (
         "Finished after step 10. Held-out accuracy rose from 0.250 (step 0) to 0.750 (step 10)."
@@ -85,11 +80,11 @@ def test_verdict_of_a_run(make_run: MakeRun) -> None:
         ({"rollout/replicas_lost": [0.0, 1.0]}, [("bad", "rollout/replicas_lost")]),
     ],
 )
-def test_findings_by_metric(values: dict[str, list[float]], expected: list[tuple[str, str]]) -> None:
+def test_findings_by_metric(values, expected):
     assert levels(values) == expected
 
 
-def test_critic_is_judged_after_its_warmup() -> None:
+def test_critic_is_judged_after_its_warmup():
     values = {"critic/vf_explained_var": [0.0] * 10 + [0.02] * 19}
     warmup = {"trainer": {"critic_warmup": 10}}
     assert run_findings(run(values, config=warmup)) == [], "19 steps after the warm-up are too few"
@@ -99,14 +94,14 @@ def test_critic_is_judged_after_its_warmup() -> None:
 
 
 @pytest.mark.parametrize(("estimator", "count"), [("grpo", 1), ("rloo", 1), ("gae", 0), ("reinforce_plus_plus", 0)])
-def test_zero_variance_groups_matter_to_group_estimators(estimator: str, count: int) -> None:
+def test_zero_variance_groups_matter_to_group_estimators(estimator, count):
     values = {"critic/score/zero_variance_fraction": [0.2] * 10 + [0.8] * 5}
     findings = run_findings(run(values, config={"algorithm": {"adv_estimator": estimator}}))
     assert len(findings) == count
     assert [finding.text for finding in findings] == ["All answers score the same in 80% of the groups."] * count
 
 
-def test_healthy_run_has_no_findings() -> None:
+def test_healthy_run_has_no_findings():
     """Fifty steps of GAE and of GRPO: reward and accuracy rise, entropy falls to half, KL grows slowly."""
     steps = range(50)
     values = {
@@ -133,7 +128,7 @@ def test_healthy_run_has_no_findings() -> None:
     assert run_findings(run({**values, **critic}, config={"algorithm": {"adv_estimator": "gae"}})) == []
 
 
-def test_page_of_the_report_lists_each_rule_with_its_threshold() -> None:
+def test_page_of_the_report_lists_each_rule_with_its_threshold():
     text = (Path(__file__).resolve().parents[3] / "docs" / "how_to" / "report.md").read_text(encoding="utf-8")
     for rule in RULES:
         limit = f"above {rule.above:g}" if rule.above < math.inf else f"below {rule.below:g}"
@@ -141,20 +136,20 @@ def test_page_of_the_report_lists_each_rule_with_its_threshold() -> None:
         assert any(line.startswith((f"{begin} ", f"{begin},")) for line in text.splitlines()), begin
 
 
-def test_failures_are_summed() -> None:
+def test_failures_are_summed():
     record = run({"reward/failed": [0.0, 2.0, 3.0], "reward/timeouts": [0.0, 0.0, 0.0]})
     assert failure_counts(record.rows) == [("reward/failed", "answers whose reward failed", 5.0, 2)]
     assert run_findings(record)[0].text == "5 answers whose reward failed, in 2 steps."
 
 
-def test_damaged_file_is_a_finding(make_run: MakeRun) -> None:
+def test_damaged_file_is_a_finding(make_run):
     folder = make_run()
     (folder / "config.yaml").write_text("a: [", encoding="utf-8")
     (first, *_) = run_findings(read_run(folder))
     assert first.level == "bad" and "config.yaml cannot be read" in first.text
 
 
-def test_final_metrics_for_comparisons(make_run: MakeRun) -> None:
+def test_final_metrics_for_comparisons(make_run):
     numbers = final_metrics(read_run(make_run()))
     assert numbers["accuracy_before"] == 0.25 and numbers["accuracy_best"] == numbers["accuracy_after"] == 0.75
     assert numbers["reward"] == pytest.approx((0.6 + 0.7 + 0.8 + 0.9 + 1.0) / 5), "of the last five steps"

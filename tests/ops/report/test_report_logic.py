@@ -1,7 +1,5 @@
 """Computations of the page's script, in a JavaScript engine without a browser, against Python."""
 
-from __future__ import annotations
-
 import json
 import math
 import struct
@@ -32,25 +30,25 @@ ROLLOUTS = {
 
 
 @pytest.fixture(scope="module")
-def call() -> Call:
+def call():
     """Call a function of the page's script with plain values; the result is JSON."""
     context = quickjs.Context()
     context.eval(resources.files("megarl.ops.report").joinpath("page", "logic.js").read_text(encoding="utf-8"))
 
-    def run(function: str, *values: Any) -> Any:
+    def run(function, *values):
         text = context.eval(f"JSON.stringify({function}({', '.join(json.dumps(value) for value in values)}))")
         return json.loads(text)
 
     return run
 
 
-def rows(call: Call, **filters: Any) -> list[int]:
+def rows(call, **filters):
     searched = "(rollouts, filters) => chooseRows(rollouts, filters, (index) => searchText(rollouts, index))"
     return call(f"({searched})", ROLLOUTS, filters)
 
 
 @given(st.integers(0, 0xFFFF))
-def test_half_precision_matches_python(call: Call, word: int) -> None:
+def test_half_precision_matches_python(call, word):
     (number,) = struct.unpack("<e", struct.pack("<H", word))
     function = "((word) => { const read = halfFloat(word); return Number.isFinite(read) ? read : String(read); })"
     read = call(function, word)
@@ -61,7 +59,7 @@ def test_half_precision_matches_python(call: Call, word: int) -> None:
 
 
 @given(st.text(alphabet="aé🙂\n<", max_size=40), st.data())
-def test_tokens_match_pythons_encoding(call: Call, text: str, data: st.DataObject) -> None:
+def test_tokens_match_pythons_encoding(call, text, data):
     """Characters are code points, unlike in JavaScript's strings."""
     borders = sorted(data.draw(st.lists(st.integers(0, len(text)), max_size=6)))
     ends = [*borders, len(text)]
@@ -74,13 +72,13 @@ def test_tokens_match_pythons_encoding(call: Call, text: str, data: st.DataObjec
     assert ["gone" in token["values"] for token in tokens] == [value != 0.25 for value in values]
 
 
-def test_masked_spans(call: Call) -> None:
+def test_masked_spans(call):
     parts = call("maskedParts", "ab🙂cdef", [[1, 3], [5, 7]])
     texts = [(part["text"], part["masked"]) for part in parts]
     assert texts == [("a", False), ("b🙂", True), ("cd", False), ("ef", True)]
 
 
-def test_smoothing_is_an_unbiased_exponential_mean(call: Call) -> None:
+def test_smoothing_is_an_unbiased_exponential_mean(call):
     assert call("smooth", [1, 3, 0], 0) == [1, 3, 0]
     # by hand: weights 0.5 and 0.25 of the latest and the one before, over 0.75
     expected = [1.0, (0.5 * 3 + 0.25 * 1) / 0.75, (0.25 * 3 + 0.125) / 0.875]
@@ -88,7 +86,7 @@ def test_smoothing_is_an_unbiased_exponential_mean(call: Call) -> None:
     assert call("smooth", [2] * 50, 0.98) == pytest.approx([2.0] * 50)
 
 
-def test_steps_are_converted_to_time(call: Call) -> None:
+def test_steps_are_converted_to_time(call):
     clock = {"steps": [0, 10, 20], "seconds": [5, 105, 125]}
     steps = [-1, 0, 5, 10, 15, 20, 99]
     expected = np.interp(steps, clock["steps"], clock["seconds"])
@@ -104,7 +102,7 @@ def test_steps_are_converted_to_time(call: Call) -> None:
     ("low", "high", "ticks"),
     [(0, 1, [0, 1]), (0, 7, list(range(8))), (0, 63, [0, 10, 20, 30, 40, 50, 60]), (3, 5, [3, 4, 5]), (4, 4, [4])],
 )
-def test_labels_of_ranks_are_whole_and_differ(call: Call, low: int, high: int, ticks: list[int]) -> None:
+def test_labels_of_ranks_are_whole_and_differ(call, low, high, ticks):
     axis = call("wholeAxis", low, high)
     assert axis["tickmode"] == "linear" and axis["dtick"] == int(axis["dtick"]) >= 1
     first = math.ceil((low - axis["tick0"]) / axis["dtick"]) * axis["dtick"] + axis["tick0"]
@@ -125,7 +123,7 @@ def test_labels_of_ranks_are_whole_and_differ(call: Call, low: int, high: int, t
         ([], True, "normal"),
     ],
 )
-def test_axis_of_values(call: Call, curves: list[Any], share: bool, expected: list[float] | str) -> None:
+def test_axis_of_values(call, curves, share, expected):
     """A constant 0 has no axis from -1 to 1."""
     axis = call("valueAxis", curves, share)
     if isinstance(expected, str):
@@ -134,7 +132,7 @@ def test_axis_of_values(call: Call, curves: list[Any], share: bool, expected: li
         assert axis["range"] == pytest.approx(expected)
 
 
-def test_axes_of_charts() -> None:
+def test_axes_of_charts():
     """Two ranks and three steps: whole labels; a share that is 0: an axis from 0 to 1."""
     page, context = resources.files("megarl.ops.report").joinpath("page"), quickjs.Context()
     context.eval("var hiddenRuns = new Set(), isDark = () => false, IntersectionObserver = class {};")
@@ -144,7 +142,7 @@ def test_axes_of_charts() -> None:
     run = {"name": "r", "ranks": {"m": ranks}, "axes": [[1, 2, 3]], "metrics": {"s": {"x": 0, "y": [0, 0, 0], "n": 3}}}
     context.eval(f"var data = {json.dumps({'runs': [run]})};")
 
-    def layout(function: str, chart: dict[str, Any]) -> dict[str, Any]:
+    def layout(function, chart):
         return json.loads(context.eval(f"JSON.stringify({function}({json.dumps(chart)}))"))
 
     axes = layout("rankLayout", {"kind": "ranks", "series": [{"metric": "m", "label": "m"}]})
@@ -157,7 +155,7 @@ def test_axes_of_charts() -> None:
     assert axes["yaxis"]["type"] == "log" and "range" not in axes["yaxis"]
 
 
-def test_search_and_filters(call: Call) -> None:
+def test_search_and_filters(call):
     assert rows(call) == [0, 2, 1, 3], "by step"
     assert rows(call, text="FOUR") == [0, 1] and rows(call, text="it four") == [0]
     assert rows(call, text='"two plus"') == [0, 2] and rows(call, text='"plus two" names') == []
@@ -180,7 +178,7 @@ GROUPED = {
 }
 
 
-def test_answers_are_grouped_by_prompt_with_failing_and_mixed_groups_first(call: Call) -> None:
+def test_answers_are_grouped_by_prompt_with_failing_and_mixed_groups_first(call):
     chosen = "(rollouts, filters) => chooseRows(rollouts, filters, () => '', groupAnswers(rollouts))"
     order = call(f"({chosen})", GROUPED, {"sort": "step", "down": True})
     assert order == [2, 5, 3, 1, 0, 4, 7, 6], "the latest step, its failing, mixed, solved and unscored prompts"
@@ -190,20 +188,20 @@ def test_answers_are_grouped_by_prompt_with_failing_and_mixed_groups_first(call:
     assert sizes == [2, 2, 2, 2, 2, 2, 1, 1], "a step and a validation have groups of their own"
 
 
-def test_description_of_a_group(call: Call) -> None:
+def test_description_of_a_group(call):
     describe = "((rollouts, row) => describeGroup(groupAnswers(rollouts).of[row]))"
     assert call(describe, GROUPED, 1) == "2 answers, mean reward 0.5, standard deviation 0.7071"
     assert call(describe, GROUPED, 0) == "2 answers, all with reward 1"
     assert call(describe, GROUPED, 7) == "1 answer, none with a reward"
 
 
-def test_sorting_puts_missing_values_last(call: Call) -> None:
+def test_sorting_puts_missing_values_last(call):
     assert rows(call, sort="score") == [2, 3, 0, 1] and rows(call, sort="score", down=True) == [0, 3, 2, 1]
     assert rows(call, sort="length", down=True) == [3, 0, 1, 2]
     assert rows(call, sort="input") == [1, 3, 0, 2], "sorting is stable"
 
 
-def test_colour_strength(call: Call) -> None:
+def test_colour_strength(call):
     signed = {"scale": "signed", "low": -1, "high": 2}
     assert [call("strength", signed, value) for value in (-9, -1, 0, 1, 9)] == [-1, -0.5, 0, 0.5, 1]
     assert call("strength", {"scale": "signed", "low": 0, "high": 0}, 3) == 1
@@ -217,7 +215,7 @@ def test_colour_strength(call: Call) -> None:
     assert call("strength", mask) == 0
 
 
-def test_shared_prompts_of_runs(call: Call) -> None:
+def test_shared_prompts_of_runs(call):
     shared = call("sharedPrompts", ROLLOUTS)
     assert [(prompt["input"], prompt["answers"]) for prompt in shared] == [
         ("Three", {"0": [1], "1": [3]}), ("two plus two", {"0": [0], "1": [2]}),
@@ -228,7 +226,7 @@ def test_shared_prompts_of_runs(call: Call) -> None:
     assert call("latestAnswers", several, [0, 1, 2, 3], 0) == []
 
 
-def test_number_formatting(call: Call) -> None:
+def test_number_formatting(call):
     values = [None, 0, 0.123456, 1234.5678, 1e-7, 12345678, -0.5]
     assert [call("formatNumber", value) for value in values] == [
         "\u2013", "0", "0.1235", "1234.57", "1.00e-7", "1.23e+7", "-0.5",

@@ -11,10 +11,9 @@ import re
 from html.parser import HTMLParser
 from importlib import resources
 from pathlib import Path
-from typing import Any
 
 import pytest
-from report_runs import HOSTILE, MakeRun, sample
+from report_runs import HOSTILE, sample
 
 from megarl.ops.report import compare_runs, report_run
 from megarl.ops.report.page import compressed, run_names, script_json, summary_cards, write_page
@@ -26,7 +25,7 @@ LR, CRITIC_LR = "actor_rollout_ref.actor.optim.lr", "critic.optim.lr"
 class Page(HTMLParser):
     """Collect scripts by ID, the content policy, and all addresses of elements."""
 
-    def __init__(self, path: Path) -> None:
+    def __init__(self, path):
         super().__init__(convert_charrefs=True)
         self.scripts: dict[str, str] = {}
         self.policy, self.addresses, self.texts = "", [], []
@@ -34,7 +33,7 @@ class Page(HTMLParser):
         self._script = ""
         self.feed(path.read_text(encoding="utf-8"))
 
-    def handle_starttag(self, tag: str, attrs: Any) -> None:
+    def handle_starttag(self, tag, attrs):
         attributes = dict(attrs)
         self._open = tag
         self.addresses += [attributes[name] for name in ("src", "href", "action") if name in attributes]
@@ -45,24 +44,24 @@ class Page(HTMLParser):
         if attributes.get("http-equiv") == "Content-Security-Policy":
             self.policy = attributes["content"]
 
-    def handle_endtag(self, tag: str) -> None:
+    def handle_endtag(self, tag):
         self._open = None
 
-    def handle_data(self, data: str) -> None:
+    def handle_data(self, data):
         if self._open == "script":
             self.scripts[self._script] += data
         else:
             self.texts.append((self._open, data))
 
-    def unpacked(self, name: str) -> str:
+    def unpacked(self, name):
         return gzip.decompress(base64.b64decode(self.scripts[name])).decode()
 
     @property
-    def data(self) -> dict[str, Any]:
+    def data(self):
         return json.loads(self.unpacked("data"))
 
 
-def test_page_contains_the_run_and_escapes_its_texts(make_run: MakeRun) -> None:
+def test_page_contains_the_run_and_escapes_its_texts(make_run):
     folder = make_run(samples={1: [sample(0, 1, HOSTILE, input=HOSTILE, pred=HOSTILE)]})
     path = report_run(folder)
     assert path == folder / "report.html"
@@ -80,7 +79,7 @@ def test_page_contains_the_run_and_escapes_its_texts(make_run: MakeRun) -> None:
     assert sorted(entry.name for entry in folder.iterdir() if "tmp" in entry.name) == [], "no half-written file is left"
 
 
-def test_page_makes_no_network_requests(make_run: MakeRun) -> None:
+def test_page_makes_no_network_requests(make_run):
     page = Page(report_run(make_run()))
     assert all(address.startswith("#") for address in page.addresses)
     assert "default-src 'none'" in page.policy and "connect-src" not in page.policy
@@ -90,13 +89,13 @@ def test_page_makes_no_network_requests(make_run: MakeRun) -> None:
     assert allowed[1].split() == [f"'sha256-{base64.b64encode(digest).decode()}'" for digest in digests]
 
 
-def test_title_is_escaped(make_run: MakeRun, tmp_path: Path) -> None:
+def test_title_is_escaped(make_run, tmp_path):
     path = write_page(tmp_path / "page.html", [read_run(make_run())], HOSTILE)
     page = Page(path)
     assert [text for tag, text in page.texts if tag in ("title", "h1")] == [HOSTILE, HOSTILE]
 
 
-def test_empty_run_has_a_page(tmp_path: Path) -> None:
+def test_empty_run_has_a_page(tmp_path):
     (tmp_path / "metrics.jsonl").touch()
     data = Page(report_run(tmp_path, tmp_path / "elsewhere" / "page.html")).data
     (run,) = data["runs"]
@@ -104,7 +103,7 @@ def test_empty_run_has_a_page(tmp_path: Path) -> None:
     assert run["verdict"] == "The run has logged nothing yet."
 
 
-def test_answers_are_dropped_until_the_page_fits(make_run: MakeRun, tmp_path: Path) -> None:
+def test_answers_are_dropped_until_the_page_fits(make_run, tmp_path):
     noise = random.Random(0)
     letters = [chr(code) for code in range(0x4E00, 0x5E00)]
     answers = {
@@ -121,7 +120,7 @@ def test_answers_are_dropped_until_the_page_fits(make_run: MakeRun, tmp_path: Pa
         write_page(tmp_path / "page.html", [run], "t", most_bytes=1000)
 
 
-def test_page_of_ten_thousand_steps_is_small(make_run: MakeRun) -> None:
+def test_page_of_ten_thousand_steps_is_small(make_run):
     noise = random.Random(1)
     names = [f"group/metric_{number}" for number in range(150)]
     rows = [{"step": step, **{name: noise.random() for name in names}} for step in range(1, 10_001)]
@@ -136,7 +135,7 @@ def test_page_of_ten_thousand_steps_is_small(make_run: MakeRun) -> None:
     assert len(run["axes"]) == 1
 
 
-def test_comparison_contains_all_runs(make_run: MakeRun, tmp_path: Path) -> None:
+def test_comparison_contains_all_runs(make_run, tmp_path):
     sweep = tmp_path / "sweep"
     for number, lr in enumerate((1e-6, 1e-5, 1e-4)):
         make_run(f"sweep/{number}", lr=lr)
@@ -152,7 +151,7 @@ def test_comparison_contains_all_runs(make_run: MakeRun, tmp_path: Path) -> None
     assert compare_runs([sweep / "1"], tmp_path / "one.html").exists(), "a single run gets its report"
 
 
-def test_json_for_the_page_is_json() -> None:
+def test_json_for_the_page_is_json():
     value = {"a": HOSTILE, "b": "\u2029 \ud800"}
     assert json.loads(script_json(value)) == {"a": HOSTILE, "b": "\u2029 ?"}
     assert set(compressed(HOSTILE)) <= set("ABCDEFGHIJKLMNOPQRSTUVWXYZabcdefghijklmnopqrstuvwxyz0123456789+/=")
@@ -161,7 +160,7 @@ def test_json_for_the_page_is_json() -> None:
         script_json(float("nan"))
 
 
-def test_cards(make_run: MakeRun) -> None:
+def test_cards(make_run):
     cards = {card["label"]: card for card in summary_cards(read_run(make_run()))}
     assert cards["Held-out accuracy"] == {
         "label": "Held-out accuracy", "value": "0.750", "note": "+0.500 from 0.250", "tone": "good",
@@ -170,7 +169,7 @@ def test_cards(make_run: MakeRun) -> None:
     assert cards["Steps"]["value"] == "10" and cards["Steps"]["note"] == "2.0 s each"
 
 
-def test_answers_and_config_stack_in_narrow_windows() -> None:
+def test_answers_and_config_stack_in_narrow_windows():
     """The style of the tables at 390 pixels: rows and cells are blocks, and no table has a minimum width."""
     style = resources.files("megarl.ops.report").joinpath("page", "page.css").read_text(encoding="utf-8")
     found = re.search(r"@media \(max-width: (\d+)px\) \{\n(.*?)\n\}", re.sub(r"/\*.*?\*/", "", style), re.DOTALL)
@@ -183,18 +182,16 @@ def test_answers_and_config_stack_in_narrow_windows() -> None:
     assert not re.search(r"min-width: (?!0|92px)", narrow), "no part wider than the label of a cell"
 
 
-def run(
-    folder: str, name: str, overrides: list[str], config: dict[str, Any] | None = None, config_name: str = "ppo"
-) -> RunRecord:
+def run(folder, name, overrides, config=None, config_name="ppo"):
     facts = {"overrides": overrides, "config_name": config_name}
     return RunRecord(Path(folder), name, [], config=config or {}, facts=facts)
 
 
-def names(*overrides: list[str]) -> list[str]:
+def names(*overrides):
     return run_names([run(str(number), "x", texts) for number, texts in enumerate(overrides)])
 
 
-def test_run_names_are_unique() -> None:
+def test_run_names_are_unique():
     assert run_names([run("a", "x", [])]) == ["x"]
     assert run_names([run("a", "x", ["s=1", "a.lr=2"]), run("b", "x", ["s=1", "a.lr=3"])]) == ["lr=2", "lr=3"]
     assert run_names([run("a", "x", []), run("b", "y", ["lr=3"])]) == ["x", "y"]
@@ -202,7 +199,7 @@ def test_run_names_are_unique() -> None:
     assert run_names([run("1/a", "x", []), run("2/a", "x", [])]) == ["0: x", "1: x"]
 
 
-def test_equal_ends_of_keys_keep_the_part_that_differs() -> None:
+def test_equal_ends_of_keys_keep_the_part_that_differs():
     assert names([f"{LR}=1", f"{CRITIC_LR}=1"], [f"{LR}=2", f"{CRITIC_LR}=3"]) == [
         "actor.lr=1 critic.lr=1", "actor.lr=2 critic.lr=3",
     ]  # fmt: skip
@@ -217,11 +214,11 @@ def test_equal_ends_of_keys_keep_the_part_that_differs() -> None:
         (["x" * 10 + "1" * 20, "y" * 10 + "2" * 20], ["f=xxxxxxxxxx1…111111111111", "f=yyyyyyyyyy2…222222222222"]),
     ],
 )
-def test_values_are_short(values: list[str], expected: list[str]) -> None:
+def test_values_are_short(values, expected):
     assert names(*([f"data.f={value}"] for value in values)) == expected
 
 
-def test_many_differences_are_reduced_to_those_that_distinguish_the_runs() -> None:
+def test_many_differences_are_reduced_to_those_that_distinguish_the_runs():
     """Eight differing overrides; the seed alone tells the runs apart."""
     others = [[f"a.k{key}={number % 2}" for key in range(7)] for number in range(4)]
     assert names(*([*texts, f"trainer.seed={number}"] for number, texts in enumerate(others))) == [
@@ -229,7 +226,7 @@ def test_many_differences_are_reduced_to_those_that_distinguish_the_runs() -> No
     ]  # fmt: skip
 
 
-def test_folders_and_defaults() -> None:
+def test_folders_and_defaults():
     """Output folders name no run; the value of a run without the override comes from its configuration."""
     config = {"algorithm": {"gamma": 1.0, "norm": True}}
     runs = [
@@ -239,6 +236,6 @@ def test_folders_and_defaults() -> None:
     assert run_names(runs) == ["gamma=1.0 norm=true", "gamma=0.9 norm=false"]
 
 
-def test_name_of_the_configuration_distinguishes_runs() -> None:
+def test_name_of_the_configuration_distinguishes_runs():
     runs = [run("a", "x", [], config_name="quickstart"), run("b", "x", ["a.n=2"], config_name="quickstart_grpo")]
     assert run_names(runs) == ["quickstart", "quickstart_grpo n=2"]

@@ -1,16 +1,13 @@
 """Selection and shortening of samples in the report."""
 
-from __future__ import annotations
-
 import json
 from itertools import pairwise
-from pathlib import Path
 
 import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
-from report_runs import HOSTILE, MakeRun, sample
+from report_runs import HOSTILE, sample
 
 from megarl.ops.report.rollouts import MAX_TEXT, read_rollouts, select_evenly, shorten, token_columns
 from megarl.ops.report.run_files import RunRecord, read_run
@@ -20,11 +17,11 @@ from megarl.tracking.token_columns import TokenValues
 PLENTY = 10_000_000
 
 
-def run_of(folder: Path) -> RunRecord:
+def run_of(folder):
     return RunRecord(folder, "run", [])
 
 
-def test_samples_are_selected_evenly_and_counted(tmp_path: Path) -> None:
+def test_samples_are_selected_evenly_and_counted(tmp_path):
     for kind, steps in (("train", (1, 2, 10)), ("validation", (0,))):
         for step in steps:
             path = tmp_path / "samples" / kind / f"{step}.jsonl"
@@ -43,13 +40,13 @@ def test_samples_are_selected_evenly_and_counted(tmp_path: Path) -> None:
     assert read_rollouts([run_of(tmp_path)], 0).rows == []
 
 
-def test_runs_share_the_row_limit(make_run: MakeRun) -> None:
+def test_runs_share_the_row_limit(make_run):
     runs = [read_run(make_run(name)) for name in ("a", "b")]
     selection = read_rollouts(runs, PLENTY, max_rows=4)
     assert [(row["run"], row["step"]) for row in selection.rows] == [(0, 1), (0, 10), (1, 1), (1, 10)]
 
 
-def test_row_contains_the_values_of_its_line(make_run: MakeRun) -> None:
+def test_row_contains_the_values_of_its_line(make_run):
     line = sample(1, 1, HOSTILE, pred=7, gts={"a": [1]}, advantage=-0.25, masked=[[0, 9]])
     (row,) = read_rollouts([read_run(make_run(samples={1: [line]}))], PLENTY).rows
     assert row["gts"] == '{"a": [1]}' and row["output"] == HOSTILE and row["extra"] == {"pred": "7"}
@@ -57,7 +54,7 @@ def test_row_contains_the_values_of_its_line(make_run: MakeRun) -> None:
     assert row["masked"] == [[0, 9]] and row["tokens"] == line["tokens"]
 
 
-def test_incomplete_lines_are_shown(tmp_path: Path) -> None:
+def test_incomplete_lines_are_shown(tmp_path):
     lines = [
         '{"input": "q", "score": NaN}',
         '{"score": "high", "masked": [[5, 2]]}',
@@ -78,7 +75,7 @@ def test_incomplete_lines_are_shown(tmp_path: Path) -> None:
     counts=st.lists(st.integers(0, 40), min_size=1, max_size=1500),
     spans=st.lists(st.integers(0, 40_000), max_size=6, unique=True),
 )
-def test_long_answer_is_cut_at_token_boundaries(counts: list[int], spans: list[int]) -> None:
+def test_long_answer_is_cut_at_token_boundaries(counts, spans):
     """The remaining tokens keep their values and masks."""
     counts = [*counts, 13_000 if sum(counts) % 2 else 7]
     text = "".join(chr(0x4E00 + number) * count for number, count in enumerate(counts))
@@ -104,13 +101,13 @@ def test_long_answer_is_cut_at_token_boundaries(counts: list[int], spans: list[i
     assert kept <= {letter for begin, end in masked for letter in text[begin:end]}
 
 
-def _only(line: dict) -> dict:
+def _only(line):
     from megarl.ops.report.rollouts import _row
 
     return _row(line, 1, "train", 0)[0]
 
 
-def test_shortened_texts_contain_the_number_of_removed_characters(make_run: MakeRun) -> None:
+def test_shortened_texts_contain_the_number_of_removed_characters(make_run):
     text = "a" * 10 + "b" * 10
     assert shorten(text, 20) == text
     assert shorten(text, 8) == "aaaa\n[… 12 characters left out …]\nbbbb"
@@ -124,14 +121,14 @@ def test_shortened_texts_contain_the_number_of_removed_characters(make_run: Make
 
 @pytest.mark.parametrize("length", [0, 1, 2, 5, 16, 17, 33, 1000])
 @pytest.mark.parametrize("count", [0, 1, 2, 16])
-def test_evenly_spaced(length: int, count: int) -> None:
+def test_evenly_spaced(length, count):
     chosen = select_evenly(range(length), count)
     assert len(chosen) == min(length, count) and chosen == sorted(set(chosen))
     if length >= count >= 2:
         assert (chosen[0], chosen[-1]) == (0, length - 1)
 
 
-def test_colour_range_excludes_the_extremes() -> None:
+def test_colour_range_excludes_the_extremes():
     values = np.concatenate([np.linspace(-1, 1, 1000), [1e4]])
     coded = TokenValues.of([1] * 1001, {"advantage": values, "unknown": values}).encoded()
     (column,) = token_columns([{"tokens": coded, "output": "x" * 1001}, {"tokens": None, "output": ""}])
@@ -139,7 +136,7 @@ def test_colour_range_excludes_the_extremes() -> None:
     assert (column["low"], column["high"]) == pytest.approx((-0.96, 0.96), abs=0.01)
 
 
-def test_sample_files_stay_within_their_limit(tmp_path: Path) -> None:
+def test_sample_files_stay_within_their_limit(tmp_path):
     files = SampleFiles(tmp_path, limit_bytes=12_000)
     for step in range(1, 101):
         files.add(step, [{"output": "x" * 980}])
@@ -153,7 +150,7 @@ def test_sample_files_stay_within_their_limit(tmp_path: Path) -> None:
     assert (tmp_path / "101.jsonl").exists()
 
 
-def test_new_run_replaces_older_samples(tmp_path: Path) -> None:
+def test_new_run_replaces_older_samples(tmp_path):
     folder = tmp_path / "samples"
     for step in (1, 2, 3):
         write_samples(folder / "train" / f"{step}.jsonl", [{}])

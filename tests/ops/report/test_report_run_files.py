@@ -1,13 +1,9 @@
 """Search and reading of runs' folders."""
 
-from __future__ import annotations
-
 import shlex
 import sys
-from pathlib import Path
 
 import pytest
-from report_runs import MakeRun
 
 from megarl.ops.report import NoRunError, page
 from megarl.ops.report.command import main
@@ -21,7 +17,7 @@ from megarl.ops.report.run_files import (
 )
 
 
-def test_find_runs_in_sweeps_and_experiments(make_run: MakeRun, tmp_path: Path) -> None:
+def test_find_runs_in_sweeps_and_experiments(make_run, tmp_path):
     for number in (0, 2, 10):
         make_run(f"sweep/{number}")
     single = make_run("single")
@@ -37,7 +33,7 @@ def test_find_runs_in_sweeps_and_experiments(make_run: MakeRun, tmp_path: Path) 
         find_runs([tmp_path / "nowhere"])
 
 
-def test_status_of_an_unfinished_run(make_run: MakeRun) -> None:
+def test_status_of_an_unfinished_run(make_run):
     folder = make_run(finished=False)
     with (folder / "metrics.jsonl").open("a", encoding="utf-8") as file:
         file.write('{"step": 11, "critic/sc')
@@ -50,7 +46,7 @@ def test_status_of_an_unfinished_run(make_run: MakeRun) -> None:
     assert read_run(slow, now=changed + 3600).status == "running", "its steps are slow"
 
 
-def test_missing_and_broken_files_are_reported(make_run: MakeRun) -> None:
+def test_missing_and_broken_files_are_reported(make_run):
     folder = make_run()
     (folder / "run.json").write_text("[1]", encoding="utf-8")
     (folder / "summary.json").write_text("{", encoding="utf-8")
@@ -64,9 +60,7 @@ def test_missing_and_broken_files_are_reported(make_run: MakeRun) -> None:
     )
 
 
-def test_command_line(
-    make_run: MakeRun, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_command_line(make_run, tmp_path, capsys, monkeypatch):
     folder = make_run()
     assert main([str(folder)]) == 0 and (folder / "report.html").exists()
     assert capsys.readouterr().out.startswith(f"{folder / 'report.html'} (2.")
@@ -81,7 +75,7 @@ def test_command_line(
     assert capsys.readouterr().err.endswith("-e '.[report]' [packages.not-installed]\n")
 
 
-def test_config_rows_with_changed_keys(make_run: MakeRun) -> None:
+def test_config_rows_with_changed_keys(make_run):
     runs = [read_run(make_run("a")), read_run(make_run("b", lr=0.5, facts=False))]
     rows = {row["key"]: row for row in config_rows(runs)}
     assert rows["optim.lr"]["values"] == ["1e-06", "0.5"] and rows["optim.lr"]["origins"] == ["command line", ""]
@@ -95,7 +89,7 @@ def test_config_rows_with_changed_keys(make_run: MakeRun) -> None:
     assert rerun_command({"config_name": "x", "overrides": []}) == "megarl train --config-name x"
 
 
-def test_run_description(make_run: MakeRun) -> None:
+def test_run_description(make_run):
     run = read_run(make_run())
     assert run_description(run) == []
     run.config.update(  # type: ignore[attr-defined]
@@ -119,7 +113,7 @@ def test_run_description(make_run: MakeRun) -> None:
     assert description["Data"] == "a, b"
 
 
-def test_devices_of_the_engines_alone_are_described(make_run: MakeRun) -> None:
+def test_devices_of_the_engines_alone_are_described(make_run):
     run = read_run(make_run())
     machines = {"nnodes": 2, "n_gpus_per_node": 8, "device": "cuda"}
     run.config.update(trainer=machines, actor_rollout_ref={"rollout": {"nnodes": 0}})  # type: ignore[attr-defined]

@@ -1,7 +1,5 @@
 """Encoding of token values in a sample's line."""
 
-from __future__ import annotations
-
 import base64
 import struct
 
@@ -11,7 +9,7 @@ import pytest
 from megarl.tracking.token_columns import TokenValues
 
 
-def test_encoding_matches_its_documentation() -> None:
+def test_encoding_matches_its_documentation():
     encoded = TokenValues.of(
         [1, 0, 3], {"a": np.array([1.5, -2.0, 0.0]), "same": np.array([0.25, 0.25, 0.25])}
     ).encoded()
@@ -25,7 +23,7 @@ def test_encoding_matches_its_documentation() -> None:
     assert again.columns["a"].tolist() == [1.5, -2.0, 0.0] and again.characters.tolist() == [1, 0, 3]
 
 
-def test_values_that_cannot_be_encoded() -> None:
+def test_values_that_cannot_be_encoded():
     assert TokenValues.of([], {"a": np.zeros(0)}).encoded() is None
     assert TokenValues.of([70_000], {}).encoded() is None, "characters of a token are 16 bits"
     with pytest.raises(ValueError, match="'a' has 2 values, expected 1"):
@@ -46,7 +44,7 @@ def test_values_that_cannot_be_encoded() -> None:
         {"characters": "AQACAA==", "a": "AQA"},
     ],
 )
-def test_invalid_encodings_are_ignored(encoded: dict[str, str]) -> None:
+def test_invalid_encodings_are_ignored(encoded):
     assert TokenValues.decode(encoded, 3) is None
     whole = TokenValues.of([1, 2], {}).encoded()
     assert whole is not None and TokenValues.decode(whole, 4) is None, "of another text"

@@ -1,7 +1,5 @@
 from __future__ import annotations
 
-from typing import Any
-
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -9,12 +7,12 @@ from hypothesis import strategies as st
 from megarl.ops.timeline.command import covered, own_seconds, summarize
 
 
-def bar(name: str, category: str, start_s: float, end_s: float, process: int = 1) -> dict[str, Any]:
+def bar(name, category, start_s, end_s, process=1):
     times = {"ts": start_s * 1e6, "dur": (end_s - start_s) * 1e6}
     return {"ph": "X", "name": name, "cat": category, "pid": process, "tid": 0, **times}
 
 
-def test_busy_shares_phases_and_gaps() -> None:
+def test_busy_shares_phases_and_gaps():
     events = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "actor rank 0"}},
         {"ph": "M", "name": "process_name", "pid": 2, "args": {"name": "critic rank 0"}},
@@ -36,7 +34,7 @@ def test_busy_shares_phases_and_gaps() -> None:
     assert "at 2.000 s, between compute_log_prob and update_actor" in summary.render()
 
 
-def test_missing_events_are_reported() -> None:
+def test_missing_events_are_reported():
     events = [
         {"ph": "M", "name": "process_name", "pid": 1, "args": {"name": "actor rank 0"}},
         bar("update_actor", "verb", 0, 1),
@@ -48,17 +46,17 @@ def test_missing_events_are_reported() -> None:
     assert "not in this timeline" not in summarize(events[:2]).render()
 
 
-def test_an_empty_timeline() -> None:
+def test_an_empty_timeline():
     assert summarize([]).render().startswith("0 steps, 0 processes, 0.00 s")
 
 
 @given(st.lists(st.tuples(st.integers(0, 40), st.integers(0, 20)), max_size=12))
-def test_covered_time_counts_overlaps_once(spans: list[tuple[int, int]]) -> None:
+def test_covered_time_counts_overlaps_once(spans):
     moments = {moment for start, length in spans for moment in range(start, start + length)}
     assert covered((start, start + length, "") for start, length in spans) == len(moments)
 
 
-def test_phases_at_the_same_time_have_their_whole_seconds() -> None:
+def test_phases_at_the_same_time_have_their_whole_seconds():
     """Updates of critic (2 to 5 s) and actor (3 to 8 s) in lanes of the driver leave 4 of 10 s to the step."""
     lanes = {"update_critic": (1, 2, 5), "update_actor": (2, 3, 8)}
     events = [
@@ -71,7 +69,7 @@ def test_phases_at_the_same_time_have_their_whole_seconds() -> None:
 
 
 @given(st.lists(st.integers(1, 9), min_size=1, max_size=8))
-def test_own_seconds_sum_to_the_outermost_span(lengths: list[int]) -> None:
+def test_own_seconds_sum_to_the_outermost_span(lengths):
     """Consecutive inner spans within an outer one."""
     total = sum(lengths)
     spans: list[tuple[float, float, str]] = [(0.0, (total + 1) * 1e6, "outer")]
