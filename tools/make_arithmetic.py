@@ -22,6 +22,7 @@ import json
 import random
 from collections.abc import Sequence
 from pathlib import Path
+from typing import Any
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -96,7 +97,7 @@ def build_tokenizer(words: Sequence[str] = WORDS, tags: Sequence[str] = ()) -> P
     return fast
 
 
-def family_fields(family: str, hidden: int, layers: int) -> dict:
+def family_fields(family: str, hidden: int, layers: int) -> dict[str, Any]:
     """Return the fields of a family's ``config.json`` beyond the common sizes."""
     if family == "qwen2":
         return {}
@@ -107,7 +108,7 @@ def family_fields(family: str, hidden: int, layers: int) -> dict:
     return hybrid_fields(hidden, layers)
 
 
-def hybrid_fields(hidden: int, layers: int) -> dict:
+def hybrid_fields(hidden: int, layers: int) -> dict[str, Any]:
     """Return the fields of a model with gated delta nets, and attention in every second layer; Qwen3-Next's experts."""
     return {
         "layer_types": [("linear_attention", "full_attention")[layer % 2] for layer in range(layers)],
@@ -147,7 +148,7 @@ def build_model(
     return model_class(config_class(**fields))
 
 
-def problem_row(a: int, b: int, split: str, index: int) -> dict:
+def problem_row(a: int, b: int, split: str, index: int) -> dict[str, Any]:
     """Return one problem in verl's RLHF schema."""
     answer = str(a + b)
     return {
@@ -160,7 +161,7 @@ def problem_row(a: int, b: int, split: str, index: int) -> dict:
     }
 
 
-def build_problems(seed: int, largest: int, num_test: int) -> tuple[list[dict], list[dict]]:
+def build_problems(seed: int, largest: int, num_test: int) -> tuple[list[dict[str, Any]], list[dict[str, Any]]]:
     """Return all sums of two numbers up to ``largest``, shuffled and split into disjoint train and test sets."""
     pairs = [(a, b) for a in range(largest + 1) for b in range(largest + 1)]
     random.Random(seed).shuffle(pairs)
@@ -183,7 +184,7 @@ def sum_without_carry(a: int, b: int) -> int:
     return total
 
 
-def build_demonstrations(train: list[dict], seed: int, lessons: tuple[int, int]) -> list[dict]:
+def build_demonstrations(train: list[dict[str, Any]], seed: int, lessons: tuple[int, int]) -> list[dict[str, Any]]:
     """Return train problems with a demonstrated answer: ``lessons[0]`` easy rows, then ``lessons[1]`` careless ones.
 
     Each lesson repeats its problems in a new random order as often as needed; a problem has one answer.
@@ -196,20 +197,20 @@ def build_demonstrations(train: list[dict], seed: int, lessons: tuple[int, int])
             easy.append(row)
         forgets = rng.random() < FORGETS_TO_CARRY
         careless.append({**row, "response": str(sum_without_carry(a, b))} if forgets else row)
-    rows: list[dict] = []
+    rows: list[dict[str, Any]] = []
     for problems, count in zip((easy, careless), lessons, strict=True):
-        lesson: list[dict] = []
+        lesson: list[dict[str, Any]] = []
         while len(lesson) < count:
             lesson += rng.sample(problems, len(problems))
         rows += lesson[:count]
     return rows
 
 
-def build_pairs(problems: list[dict], seed: int, count: int) -> list[dict]:
+def build_pairs(problems: list[dict[str, Any]], seed: int, count: int) -> list[dict[str, Any]]:
     """Return pairs for a reward model: the right answer to a problem, and the answer of another problem."""
     rng = random.Random(seed)
     answers = sorted({row["response"] for row in problems}, key=int)
-    rows = []
+    rows: list[dict[str, Any]] = []
     while len(rows) < count:
         for row in rng.sample(problems, len(problems)):
             wrong = rng.choice([answer for answer in answers if answer != row["response"]])
@@ -217,7 +218,7 @@ def build_pairs(problems: list[dict], seed: int, count: int) -> list[dict]:
     return rows[:count]
 
 
-def write_parquet(rows: list[dict], path: Path, *, with_response: bool) -> None:
+def write_parquet(rows: list[dict[str, Any]], path: Path, *, with_response: bool) -> None:
     """Write rows as parquet; ``response`` is the supervised target and belongs in SFT data only."""
     columns = [key for key in rows[0] if with_response or key != "response"]
     path.parent.mkdir(parents=True, exist_ok=True)

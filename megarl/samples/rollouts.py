@@ -96,6 +96,7 @@ class Rollouts:
         self._default_loop = default_agent_loop(config)
         self._served: Mapping[int, Replica] = {}
         self._ended: list[FinishedSample] = []
+        self._awaited: set[SampleId] = set()
         self._validated: dict[SampleId, Trajectory] = {}
 
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
@@ -128,7 +129,8 @@ class Rollouts:
         """Abort the conversations in flight; when it returns, no replica has a request."""
         if not self.is_open:
             return RouterStats()
-        self.is_open, self._ended, self._validated = False, [], {}
+        self.is_open, self._ended = False, []
+        self._awaited &= self._validated.keys()
         return self.runners.close()
 
     def finish(self) -> RouterStats:
@@ -138,40 +140,66 @@ class Rollouts:
             self.on_lost(stats.to_replace)
         return stats
 
-    def validate(self, prompts: DataProto, step: int, batch: int = 0) -> DataProto:
-        """Generate samples with the sampling parameters of validation; conversations of training go on.
+    def begin_validation(self, prompts: DataProto, step: int, batch: int = 0) -> list[ConversationGroup]:
+        """Start validation samples; training conversations go on.
 
         Args:
             prompts: held-out prompts.
             step: seeds the draws.
             batch: number of the validation batch in the step.
+        """
+        sampling, last = self.rollout.val_kwargs, -1 - len({name.group for name in self._awaited})
+        params = [SamplingParams.of(sampling, self.config.data.max_response_length)] * sampling.n
+        origins = [(VALIDATION, step, batch, row) for row in range(len(prompts))]
+        groups = [
+            self._group(last - row, self._seed(origin), _uid(origin), params, VALIDATION_REWARD, ids, facts)
+            for row, (origin, (ids, facts)) in enumerate(zip(origins, _prompt_rows(prompts), strict=True))
+        ]
+        self._awaited |= {name for group in groups for name in group.ids}
+        self.submit(groups)
+        return groups
+
+    @property
+    def validates(self) -> bool:
+        """Whether validation samples are in flight, or wait for :meth:`end_validation`."""
+        return bool(self._awaited)
+
+    def wait_validated(self) -> None:
+        """Wait for the validation samples in flight: all have the weights with which they began."""
+        while not self._validated.keys() >= self._awaited:
+            self._receive(WAIT_S)
+
+    def end_validation(self, groups: Sequence[ConversationGroup]) -> DataProto:
+        """Wait for validation samples, and build their batch.
+
+        Args:
+            groups: see :meth:`begin_validation`.
 
         Returns:
             ``n`` adjacent rows per prompt; the column ``uid`` names the prompt. ``meta_info[ROLLOUT_METRICS]`` has the
             metrics of the conversations.
         """
-        sampling, shared = self.rollout.val_kwargs, self.is_open
-        params = [SamplingParams.of(sampling, self.config.data.max_response_length)] * sampling.n
-        origins = [(VALIDATION, step, batch, row) for row in range(len(prompts))]
-        groups = [
-            self._group(-1 - row, self._seed(origins[row]), _uid(origins[row]), params, VALIDATION_REWARD, ids, facts)
-            for row, (ids, facts) in enumerate(_prompt_rows(prompts))
-        ]
+        self.wait_validated()
         names = [name for group in groups for name in group.ids]
+        trajectories = [self._validated.pop(name) for name in names]
+        self._awaited -= set(names)
+        report_failures(trajectories)
+        samples = self._with_facts(groups, trajectories, with_routes=False)
+        samples.meta_info[ROLLOUT_METRICS] = trajectory_metrics(trajectories)
+        return samples
+
+    def validate(self, prompts: DataProto, step: int, batch: int = 0) -> DataProto:
+        """Generate validation samples and wait for them; see :meth:`begin_validation` and :meth:`end_validation`."""
+        shared = self.is_open
         try:
-            self.submit(groups)
-            while not self._validated.keys() >= set(names):
-                self._receive(WAIT_S)
+            samples = self.end_validation(self.begin_validation(prompts, step, batch))
         except Exception:
             if self.is_open and not shared:
                 with contextlib.suppress(Exception):  # the first error is the cause
                     self.close()
             raise
-        trajectories = [self._validated.pop(name) for name in names]
         stats = RouterStats() if shared else self.finish()
-        report_failures(trajectories)
-        samples = self._with_facts(groups, trajectories, with_routes=False)
-        samples.meta_info[ROLLOUT_METRICS] = trajectory_metrics(trajectories) | stats.metrics()
+        samples.meta_info[ROLLOUT_METRICS] |= stats.metrics()
         return samples
 
     @property

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
 from types import MappingProxyType
@@ -139,13 +140,23 @@ class SampleService:
             Metrics of the sync; in asynchronous modes also of engines and trainer since the last one.
         """
         self._raise_error()
+        waited = self._wait_validated()
         in_flight = self.keys.partial_rollout and self.ledger.running
         metrics = self.replicas.sync(self.rollouts, self._idle, None if in_flight else self._wait_ended)
         self.ledger.sync()
         if self.replicas.across_steps:
             self._admit()
             metrics |= self.rollouts.runners.endpoint_metrics()
-        return metrics
+        return metrics | waited
+
+    def _wait_validated(self) -> Metrics:
+        """Wait for validation samples in flight, which are of the weights before the sync; return the seconds."""
+        if not self.rollouts.validates:
+            return {}
+        started = time.perf_counter()
+        with self._idle.waiting():
+            self.rollouts.wait_validated()
+        return {"rollout_service/validation_wait_s": time.perf_counter() - started}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the work in flight for a checkpoint; empty if the next group follows from the step.

@@ -19,7 +19,7 @@ STEPS, PROMPTS = 4, 24
 def test_a_resumed_run_trains_the_prompts_in_flight(small, dense_reward, start):
     arguments = [
         *("--config-name", "quickstart_async", *small, *dense_reward, "trainer.experiment_name=async"),
-        *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=3", "trainer.save_freq=2"),
+        *(f"trainer.total_training_steps={STEPS}", "trainer.test_freq=2", "trainer.save_freq=2"),
         *("trainer.max_actor_ckpt_to_keep=null", "async_training.partial_rollout=false", RECORDER),
     ]
     run = start(*arguments)
@@ -38,6 +38,9 @@ def test_a_resumed_run_trains_the_prompts_in_flight(small, dense_reward, start):
         assert 0 <= idle < 1 if step < STEPS else idle == 1, "the last step has nothing to generate"
     # One step off: the samples of the second step were generated while the first one trained.
     assert first.steps[2]["training/off_policy/admission_staleness"] > 0
+    validated = {step: row.get("val-aux/step") for step, row in first.steps.items() if held_out(row)}
+    assert validated == {3: 2, 4: None}, "the second step is validated beside the third"
+    assert first.steps[3]["rollout_service/validation_wait_s"] > 0
     ledger = ledger_of(run.folder, "async", 2)
     assert ledger["trained"] == 2 * PROMPTS and ledger["admitted"] == len(ledger["groups"]) + 2 * PROMPTS == STEPS * 24
     run = start(*arguments, *resume_from(run.folder, "async", 2))
@@ -45,9 +48,14 @@ def test_a_resumed_run_trains_the_prompts_in_flight(small, dense_reward, start):
     again = RunFiles(run.folder, "async")
     assert sorted(trained[: 2 * PROMPTS] + trained_groups(again.newest, PROMPTS)) == list(range(STEPS * PROMPTS))
     assert list(again.steps) == list(first.steps)
+    assert again.steps[3]["val-aux/step"] == 2 and held_out(again.steps[3]) == held_out(first.steps[3])
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in again.steps.values())
     ledger = ledger_of(run.folder, "async", STEPS)
     assert ledger["trained"] == ledger["admitted"] == STEPS * PROMPTS and ledger["groups"] == []
+
+
+def held_out(row):
+    return {name: value for name, value in row.items() if name.startswith("val-core")}
 
 
 def ledger_of(folder, name, step):

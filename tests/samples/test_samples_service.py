@@ -477,8 +477,13 @@ def test_validation_runs_beside_conversations_in_flight(make, engine):
     held_out = service.prompts.take(4)
     samples = service.rollouts.validate(held_out, 1)
     assert len(samples) == 4 and service.rollouts.is_open
+    beside = service.rollouts.begin_validation(held_out, 1)  # goes on during the step; the sync waits for it
     trained = [row[0] for _, batch, _ in steps_of(service, 1, 1) for row in rows(batch)]
     assert len(trained) == 16 and all(uid.startswith("0-") for uid in trained)
+    again = service.rollouts.end_validation(beside)
+    assert [ids.tolist() for ids in again.unpadded("responses")] == [
+        ids.tolist() for ids in samples.unpadded("responses")
+    ]
     service.close()
     assert not service.rollouts.is_open
 

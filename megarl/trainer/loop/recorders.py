@@ -8,7 +8,8 @@ next.
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from functools import partial
 
 from transformers import PreTrainedTokenizerBase
 
@@ -16,6 +17,7 @@ from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Metrics
 from megarl.cluster import WorkerGroup, seqlen_metrics
 from megarl.cluster.role_groups import ActorGroup, MegatronGroup
+from megarl.config.schema.async_training import DISAGGREGATED
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import token_counts
 from megarl.models import read_model_config
@@ -26,6 +28,7 @@ from megarl.trainer.phases.model_passes import ROW_VERB
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.sample_records import (
+    Sample,
     describe_samples,
     dump_log_probs,
     dump_samples,
@@ -127,7 +130,13 @@ class SampleRecorder(Callback):
 
 
 class ValidationRecorder(Callback):
-    """Validates if due, dumps the samples, and calls ``on_validation`` of the user callbacks."""
+    """Validates if due, dumps the samples, and calls ``on_validation`` of the user callbacks.
+
+    In disaggregated mode with ``max_staleness`` above 0, a validation runs beside the next training step. Its metrics
+    are logged with that step; ``val-aux/step`` names the validated step. It blocks in the last two steps, whose results
+    would be logged together, and with ``trainer.best_metric``, since the best weights are saved before training
+    changes them.
+    """
 
     def __init__(
         self,
@@ -150,31 +159,57 @@ class ValidationRecorder(Callback):
             metrics = self.validate(view)
             self.state.note_validation(metrics)
             self.reporter.log_validation(view.step, metrics)
+        elif view.step > 0 and self._is_due(view) and self._runs_beside(view):
+            self._begin(view.step)  # the run was resumed from a checkpoint with this validation in flight
 
     def on_step_end(self, view: TrainerView) -> Metrics:
-        """Return the validation metrics of the step, if due."""
-        metrics = self.validate(view) if self.state.due(view.config.trainer.test_freq) else {}
+        """Return the metrics of the step's validation if due; beside training, of the validation before."""
+        metrics: Metrics = {}
+        if self.validator is not None and (step := self.validator.step_in_flight) is not None:
+            metrics = self._record(dataclasses.replace(view, step=step), self.validator.end) | {"val-aux/step": step}
+        if self._is_due(view):
+            if self._runs_beside(view):
+                self._begin(view.step)
+            else:
+                metrics = self.validate(view)
         self.state.note_validation(metrics)
         return metrics
 
+    def _is_due(self, view: TrainerView) -> bool:
+        return self.state.due(view.config.trainer.test_freq)
+
+    def _runs_beside(self, view: TrainerView) -> bool:
+        keys, best = view.config.async_training, view.config.trainer.best_metric
+        overlaps = keys.mode == DISAGGREGATED and keys.max_staleness > 0
+        return overlaps and best is None and view.step + 1 < view.total_steps
+
+    def _begin(self, step: int) -> None:
+        assert self.validator is not None, "checked in the configuration: validation needs data.val_files"
+        with self.reporter.phase("testing"):
+            self.validator.begin(step)
+
     def validate(self, view: TrainerView) -> Metrics:
-        """Validate the weights that the engine has.
+        """Validate the weights that the engine has, and wait for the results.
 
         Raises:
             StepImpossible: validation failed, for example because too many samples have no score. The finished steps
                 are saved.
         """
         assert self.validator is not None, "checked in the configuration: validation needs data.val_files"
+        return self._record(view, partial(self.validator.run, view.step))
+
+    def _record(self, view: TrainerView, results: Callable[[], tuple[Metrics, list[Sample]]]) -> Metrics:
+        """Get the results of the validation of ``view.step``, write the samples and call the callbacks."""
         trainer, step = view.config.trainer, view.step
         with self.reporter.phase("testing"):
             try:
-                metrics, samples = self.validator.run(step)
+                metrics, samples = results()
             except StepImpossible as error:
                 raise self.state.save_and_stop(error, self.learners, self.reporter.lasting_files) from error
             if trainer.validation_data_dir:
                 dump_samples(trainer.validation_data_dir, step, samples)
             self.reporter.keep_samples(step, evenly_spaced(samples, SAMPLES_PER_VALIDATION_IN_REPORT), "validation")
-            self.reporter.log_samples(step, evenly_spaced(samples, trainer.log_val_generations))
+            self.reporter.log_samples(self.state.step, evenly_spaced(samples, trainer.log_val_generations))
         for callback in self.callbacks:
             callback.on_validation(dataclasses.replace(view, metrics=metrics))
         return metrics

@@ -21,6 +21,7 @@ from itertools import combinations
 import numpy as np
 from transformers import PreTrainedTokenizerBase
 
+from megarl.agents.types import ConversationGroup
 from megarl.algorithms import sequence_counts
 from megarl.base.reductions import Metrics, combine_metrics
 from megarl.data import DataProto, StatefulLoader, sequence_lengths
@@ -51,6 +52,9 @@ class Validator:
         rewards: scores them; the validation metric is this reward.
         loader: held-out prompts, in file order.
         tokenizer: decodes samples for the dump.
+
+    Attributes:
+        step_in_flight: step of :meth:`begin` without :meth:`end`; None = nothing is in flight.
     """
 
     def __init__(
@@ -64,6 +68,23 @@ class Validator:
         self.rewards = rewards
         self.loader = loader
         self.tokenizer = tokenizer
+        self._groups: list[list[ConversationGroup]] = []
+        self.step_in_flight: int | None = None
+
+    def begin(self, step: int) -> None:
+        """Start the validation of the weights that the engines have, without waiting; :meth:`end` returns its results.
+
+        The next weight sync waits for the samples, so they equal those of :meth:`run`.
+        """
+        self.step_in_flight = step
+        self._groups = [self.rollouts.begin_validation(prompts, step, n) for n, prompts in enumerate(self.loader)]
+
+    def end(self) -> tuple[Metrics, list[Sample]]:
+        """Wait for the samples of :meth:`begin`, and score them; the results are those of :meth:`run`."""
+        step, self.step_in_flight = self.step_in_flight, None
+        assert step is not None, "nothing is in flight"
+        parts = [self.rewards.score(self.rollouts.end_validation(groups)).batch for groups in self._groups]
+        return self._results(parts, step)
 
     def run(
         self, step: int, stream: int | None = None, on_batch: Callable[[DataProto], None] = lambda batch: None
@@ -83,6 +104,9 @@ class Validator:
             samples = self.rollouts.validate(prompts, step if stream is None else stream, number)
             parts.append(self.rewards.score(samples).batch)
             on_batch(parts[-1])
+        return self._results(parts, step)
+
+    def _results(self, parts: Sequence[DataProto], step: int) -> tuple[Metrics, list[Sample]]:
         records = [record for part in parts for record in describe_samples(part, self.tokenizer, step)]
         conversations = [part.meta_info.get(ROLLOUT_METRICS, {}) for part in parts]
         return self._metrics(parts) | conversation_metrics(conversations, list(map(len, parts))), records
