@@ -52,9 +52,15 @@ def engine_options(
     sglang = rollout.engine_kwargs.sglang
     options = SGLangOptions(
         **vars(common),
-        **{name: value for name, value in vars(sglang).items() if name not in ("urls", "api_key_env")},
+        mode=sglang.mode,
         url=sglang.urls[replica] if sglang.urls else None,
         api_key=_server_key(sglang) if sglang.urls else None,
+        host=sglang.host,
+        deterministic=sglang.deterministic,
+        stop_strings=sglang.stop_strings,
+        start_timeout_s=sglang.start_timeout_s,
+        call_timeout_s=sglang.call_timeout_s,
+        server_args=sglang.server_args,
         health_timeout_s=rollout.health.timeout_s,
         nodes=nodes,
     )

@@ -157,7 +157,7 @@ def test_row_functions_get_whole_groups(group):
     batch = samples([4, 1, 7, 2, 5, 3])
     batch.non_tensor_batch["uid"] = np.array(["a", "b", "c", "a", "c", "b"], dtype=object)
     read = (*READ, "uid")
-    columns, facts = group.row_map("add_up")(plain_workers.sums_of_groups, read, batch, together="uid")
+    columns, facts = group.row_map("add_up")(plain_workers.sums_of_groups, read, batch, group_by="uid")
     assert len(facts) == 2 and {uid for uids in facts for uid in uids} == {"a", "b", "c"}
     assert sum(map(len, facts)) == 3
     totals = {
