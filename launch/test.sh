@@ -11,6 +11,8 @@
 #                                           of Chromium's family on PATH; see launch/browser.sh
 #   CUDA_HOST=1 bash launch/test.sh         only the tests of torch's CUDA host code, without a GPU, in an environment of
 #                                           their own with a CUDA build of torch (5 GB); not part of the other runs
+#   CLUSTER=1 bash launch/test.sh           only the launcher on real sshd and SLURM, between three hosts on this machine; needs
+#                                           root and Debian's openssh-server, slurm-wlm, munge and iproute2 (15 minutes)
 #   bash launch/test.sh tests/models -x     arguments go to pytest; SGLang and the browser are skipped then
 #
 # A failed test does not hide those of other stages. Ctrl-C ends all of them.
@@ -45,6 +47,7 @@ if [ "${CUDA_HOST:-0}" = 1 ]; then
 fi
 ensure_environment
 cd "$MEGARL_ROOT"
+if [ "${CLUSTER:-0}" = 1 ]; then exec python -m pytest tests/testbed "$@"; fi
 status=0 missing=""
 if [ "$sglang" = only ]; then
   test_sglang || status=$?

@@ -31,8 +31,10 @@ from megarl.ops.launch.protocol import (
     LISTENING,
     LOGS_KEPT,
     OUTPUT,
+    PORTS_TAKEN,
     RAY,
     REQUEST_FAILED,
+    STEP_CANCELLED,
     AgentRequest,
     SendSignal,
     SetToken,
@@ -42,8 +44,11 @@ from megarl.ops.launch.protocol import (
     encode_event,
 )
 
-HEARTBEAT_TIMEOUT_S = 300.0
-"""Time without a request after which an agent assumes that the launcher is dead; heartbeats are far more frequent."""
+HEARTBEAT_TIMEOUT_S = 90.0
+"""Seconds without a request after which an agent assumes that the launcher is dead; heartbeats come every 20 s.
+
+A node that was cut off must have ended its Ray before a restart uses it again.
+"""
 ORPHAN_GRACE_S = 5.0  # time for commands to end by themselves once the agent shuts down
 RAY_FOLDER = "{folder}"  # placeholder in commands and environments for the agent's temporary folder
 TOKEN_FILE = "token"
@@ -119,13 +124,15 @@ class Agent:
         if used:
             ports = ", ".join(map(str, used))
             reason = f"port {ports} of {request.address} is taken by another process; choose others with --port"
-            self.send_event(REQUEST_FAILED, request.name, reason=reason)
+            self.send_event(PORTS_TAKEN, request.name, reason=reason)
             return
         if not request.argv:
             raise ValueError(f"command {request.name!r} is empty")
         argv = [self._insert_folder(word) for word in request.argv]
         inherited = {name: value for name, value in os.environ.items() if name not in OTHER_CLUSTER_VARIABLES}
         env = inherited | {name: self._insert_folder(value) for name, value in request.env.items()}
+        # `python` in a command is this interpreter, also where ssh gives no PATH of a login.
+        env["PATH"] = os.pathsep.join(filter(None, [str(Path(sys.executable).parent), env.get("PATH", "")]))
         try:
             process = start_process(argv, env)
         except (OSError, ValueError) as error:  # a ValueError: a null byte
@@ -288,7 +295,8 @@ def main() -> int:
         agent.announce()
         shutdown = _serve(agent, _read_stdin())
     except _Terminated:
-        pass
+        if "SLURM_STEP_ID" in os.environ:  # SLURM signals all processes of a step, Ray's too: nothing can be saved
+            agent.send_event(STEP_CANCELLED, job=os.environ.get("SLURM_JOB_ID", ""))
     finally:
         for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
             signal.signal(number, signal.SIG_IGN)

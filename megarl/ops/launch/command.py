@@ -29,7 +29,7 @@ from megarl.ops.launch.options import (
     with_machines,
 )
 from megarl.ops.launch.protocol import AgentEvent
-from megarl.ops.launch.session import INTERRUPT, ClusterSession, LaunchInterrupted, NodeLost
+from megarl.ops.launch.session import INTERRUPT, ClusterSession, LaunchInterrupted, NodeLost, silent_hosts
 from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports
 
 CPU_OBJECT_STORE_BYTES = 200 * MIB  # size of Ray's object store for CPU jobs; Ray's default is a third of the memory
@@ -103,6 +103,7 @@ class Launcher:
                             self.say(f"{reason}. {self._no_restart_reason(code, final)}")
                         return code
                     self._wait_before_restart(number, reason)
+                    self._prefer_live_hosts()
                 except LaunchInterrupted as interrupt:
                     return interrupt.code if interrupt.code is not None else 128 + interrupt.number
         raise AssertionError("the last attempt is final")
@@ -114,8 +115,8 @@ class Launcher:
         self._events, ready = queue.SimpleQueue(), False
         if self._signal is not None:  # received after the previous session's last check
             raise LaunchInterrupted(self._signal)
+        session = ClusterSession(settings, self.job, self.agent_command, self._events, self.say, number > 1)
         try:
-            session = ClusterSession(settings, self.job, self.agent_command, self._events, self.say)
             with closing(session):
                 session.start()
                 if settings.doctor:
@@ -123,12 +124,12 @@ class Launcher:
                 ready = True
                 code = session.run_driver()
         except NodeLost as error:
-            self._hosts.remove(error.host)
-            self._hosts.append(error.host)  # a spare, if present, replaces it
             return EXIT_FAILED, str(error), number == 1 and not ready
         except ResourceError as error:
             # The user must correct a cluster that never started. After a first success, a node may come back.
             return EXIT_FAILED, str(error), number == 1
+        finally:
+            self._hosts.sort(key=session.lost.__contains__)  # spares before lost hosts
         is_config_error = code == EXIT_BAD_INPUT and self.job.is_megarl
         reason = f"the driver ended with code {code}" if code else ""
         return code, reason, is_config_error or code in (0, EXIT_INTERRUPTED)
@@ -158,6 +159,18 @@ class Launcher:
                 return
             if event.kind == INTERRUPT:
                 raise LaunchInterrupted(event.facts["number"])
+
+    def _prefer_live_hosts(self) -> None:
+        """Ask all hosts if there are spares, and move silent hosts behind the others.
+
+        Raises:
+            LaunchInterrupted: the launcher received a signal.
+        """
+        if len(self._hosts) > self.job.nodes:
+            self._events = queue.SimpleQueue()
+            if silent := silent_hosts(self._hosts, self.agent_command, self._events):
+                self.say(f"no answer from {', '.join(silent)}")
+                self._hosts.sort(key=silent.__contains__)
 
     @contextmanager
     def _queue_signals(self) -> Iterator[None]:

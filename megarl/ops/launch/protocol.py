@@ -62,7 +62,9 @@ AGENT_STARTED = "agent_started"  # event: the agent runs; `addresses` by interfa
 LISTENING = "listening"  # event: a command accepts connections on its port
 OUTPUT = "output"  # event: output of a command; `stream`, `text`
 COMMAND_ENDED = "command_ended"  # event: a command ended; `code`
+PORTS_TAKEN = "ports_taken"  # event: a command was not started, since another process has its ports; `reason`
 REQUEST_FAILED = "request_failed"  # event: a request failed; `reason`
+STEP_CANCELLED = "step_cancelled"  # event: SLURM ends the job step in which the agent runs; `job`
 LOGS_KEPT = "logs_kept"  # event: Ray's logs were copied; `folder`
 DISCONNECTED = "disconnected"  # event of the launcher itself: the connection to the agent ended; `code`, `reason`
 

@@ -39,8 +39,8 @@ def local_agent(python: str, folder: str) -> AgentCommand:
 
 def ssh_agent(python: str, folder: str, ssh: Sequence[str], wrap: Sequence[str]) -> AgentCommand:
     """Start agents by ssh without a password; ``wrap`` enters a container and must forward stdin and stdout."""
-    # Each end detects within two minutes that the other one disappeared.
-    alive = ["-o", "ServerAliveInterval=15", "-o", "ServerAliveCountMax=8"]
+    # A silent node is lost after 30 s, before Ray's health check ends the driver and hides which node was the cause.
+    alive = ["-o", "ServerAliveInterval=5", "-o", "ServerAliveCountMax=6", "-o", "ConnectTimeout=30"]
     command = _in_folder(folder, [*wrap, python, "-m", AGENT])
     return lambda host: [*ssh, "-T", "-o", "BatchMode=yes", *alive, host, command]
 

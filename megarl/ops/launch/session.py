@@ -10,12 +10,11 @@ import signal
 import sys
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 
 from megarl.base.errors import ResourceError
 from megarl.base.formatting import count_noun
 from megarl.ops.launch import checks
-from megarl.ops.launch.agent import ORPHAN_GRACE_S, RAY_FOLDER, TOKEN_FILE
+from megarl.ops.launch.agent import HEARTBEAT_TIMEOUT_S, ORPHAN_GRACE_S, RAY_FOLDER, TOKEN_FILE
 from megarl.ops.launch.protocol import (
     AGENT_STARTED,
     COMMAND_ENDED,
@@ -23,8 +22,10 @@ from megarl.ops.launch.protocol import (
     LISTENING,
     LOGS_KEPT,
     OUTPUT,
+    PORTS_TAKEN,
     RAY,
     REQUEST_FAILED,
+    STEP_CANCELLED,
     AgentEvent,
     Heartbeat,
     SendSignal,
@@ -36,12 +37,15 @@ from megarl.ops.launch.remote import RemoteAgent
 from megarl.ops.launch.settings import ClusterSettings, JobToRun, host_address, node_ports, ray_environment, ray_start
 
 DRIVER, WAIT, DOCTOR = "driver", "wait", "doctor"
+ANY_ADDRESS = "0.0.0.0"  # noqa: S104 (ports are tried on it, and nothing listens)
 INTERRUPT = "interrupt"
 """Kind of the event that the launcher's signal handler puts in the queue; ``facts["number"]`` is the signal."""
 _HEARTBEAT_S = 20.0
 _EVENT_DELAY_S = 3.0  # the driver often fails a moment before the agent reports the lost node
 _TEARDOWN_S = 60.0
 _LAST_LINES, _DRIVER_END_S = 6, 20.0
+_PROBE_S, _PROBE_END_S = 30.0, 5.0
+_RELEASE_S, _PORTS_POLL_S = HEARTBEAT_TIMEOUT_S + 6 * ORPHAN_GRACE_S, 1.0
 
 
 class NodeLost(ResourceError):
@@ -69,12 +73,47 @@ def shell_exit_code(code: int) -> int:
     return 128 - code if code < 0 else code
 
 
+def silent_hosts(
+    hosts: Sequence[str], agent_command: Callable[[str], Sequence[str]], events: queue.SimpleQueue[AgentEvent]
+) -> list[str]:
+    """Start an agent on every host, end it, and return the hosts on which none started within 30 s.
+
+    Args:
+        events: a new queue; the signal handler adds :data:`INTERRUPT`.
+
+    Raises:
+        LaunchInterrupted: the launcher received a signal.
+    """
+    agents = [RemoteAgent(host, agent_command(host), events) for host in hosts]
+    started: set[str] = set()
+    pending, deadline = set(hosts), time.monotonic() + _PROBE_S
+    try:
+        while pending and (remaining := deadline - time.monotonic()) > 0:
+            with contextlib.suppress(queue.Empty):
+                event = events.get(timeout=remaining)
+                if event.kind == INTERRUPT:
+                    raise LaunchInterrupted(event.facts["number"])
+                if event.kind == AGENT_STARTED:
+                    started.add(event.host)
+                pending.discard(event.host)
+    finally:
+        for agent in agents:
+            agent.send(Shutdown())
+        for agent in agents:
+            agent.close(_PROBE_END_S)
+    return [host for host in hosts if host not in started]
+
+
 class ClusterSession:
     """A Ray cluster that exists until :meth:`close`.
 
     Args:
         agent_command: returns the command that starts an agent on a host and connects its stdin and stdout.
         events: queue of all events; the signal handler adds :data:`INTERRUPT`.
+        is_restart: wait for ports that a node which was cut off in the last session still uses.
+
+    Attributes:
+        lost: hosts that ended during the session, or did not answer its shutdown.
 
     Raises:
         ResourceError: a node cannot be reached.
@@ -87,6 +126,7 @@ class ClusterSession:
         agent_command: Callable[[str], Sequence[str]],
         events: queue.SimpleQueue[AgentEvent],
         say: Callable[[str], None],
+        is_restart: bool = False,
     ) -> None:
         self.settings, self.job, self._say = settings, job, say
         self._agent_command, self._events = agent_command, events
@@ -96,8 +136,10 @@ class ClusterSession:
         self._exit_codes: dict[tuple[str, str], int] = {}
         self._listening: set[str] = set()
         self._last_heartbeat = time.monotonic()
-        self._failed = True
-        self._lost: set[str] = set()
+        self._ray_starts: dict[str, StartCommand] = {}
+        self._ports_deadline = time.monotonic() + (_RELEASE_S if is_restart else 0.0)
+        self._failed, self._cancelled = True, False
+        self.lost: set[str] = set()
 
     @property
     def head(self) -> str:
@@ -191,10 +233,11 @@ class ClusterSession:
             if host in self._agents:
                 self._agents[host].send(Shutdown(keep and f"{keep}/{host}"))
         for host, agent in self._agents.items():
-            if not agent.close(_TEARDOWN_S) and host not in self._lost:
+            if not agent.close(_TEARDOWN_S) and host not in self.lost:
+                self.lost.add(host)
                 self._say(
-                    f"{host}: the connection was killed after a timeout; its processes end by themselves within "
-                    f"{ORPHAN_GRACE_S:g} s"
+                    f"{host} does not answer: if it still runs, its processes end by themselves within "
+                    f"{HEARTBEAT_TIMEOUT_S + ORPHAN_GRACE_S:g} s"
                 )
         self._agents = {}
         logs = {}
@@ -215,12 +258,10 @@ class ClusterSession:
         folder = f"{RAY_FOLDER}/{RAY}"
         argv = ray_start(self.settings, self.job, host, address, head, ports, folder)
         env = ray_environment(f"{RAY_FOLDER}/{TOKEN_FILE}", loopback=self._loopback) | self.settings.env
-        request = StartCommand(RAY, argv, env)
-        if address:
-            gcs = None if head else ports.gcs
-            used = [*ports.of_node().values(), *([] if gcs is None else [gcs])]
-            request = replace(request, ports=used, address=address, listen_port=gcs)
-        self._agents[host].send(request)
+        gcs = None if head else ports.gcs
+        used = [*ports.of_node().values(), *([] if gcs is None else [gcs])]
+        self._ray_starts[host] = StartCommand(RAY, argv, env, used, address or ANY_ADDRESS, gcs)
+        self._agents[host].send(self._ray_starts[host])
 
     def _wait_for_nodes(self, deadline: float) -> None:
         timeout_s = max(1.0, deadline - time.monotonic())
@@ -322,14 +363,24 @@ class ClusterSession:
             stream.flush()
         elif event.kind == OUTPUT:
             self._output[key] = (self._output.get(key, "") + event.facts["text"])[-20000:]
-        elif event.kind == REQUEST_FAILED:
+        elif event.kind == PORTS_TAKEN and time.monotonic() < self._ports_deadline:
+            time.sleep(_PORTS_POLL_S)
+            self._agents[event.host].send(self._ray_starts[event.host])
+        elif event.kind in (PORTS_TAKEN, REQUEST_FAILED):
             raise ResourceError(f"{event.host}: {event.facts['reason']}", code="launch.request-failed")
+        elif event.kind == STEP_CANCELLED:
+            if not self._cancelled:
+                self._say(
+                    f"SLURM ends the job's steps, with Ray and the driver: the training step in progress is lost. "
+                    f"`scancel --batch --signal=TERM {event.facts['job']}` lets the run end after its step and save"
+                )
+            self._cancelled = True
         elif event.kind == DISCONNECTED:
-            self._lost.add(event.host)
+            self.lost.add(event.host)
             output = f": {event.facts['reason']}" if event.facts["reason"] else ""
             raise NodeLost(event.host, f"the connection ended with code {event.facts['code']}{output}")
         elif event.kind == COMMAND_ENDED and event.name == RAY:
-            self._lost.add(event.host)
+            self.lost.add(event.host)
             raise NodeLost(event.host, f"its Ray ended with code {event.facts['code']}{self._last_output(key)}")
         elif event.kind == COMMAND_ENDED:
             self._exit_codes[key] = event.facts["code"]
