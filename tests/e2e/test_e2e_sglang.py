@@ -15,7 +15,7 @@ from support.cli_runs import START_S, RunFiles, assert_finite
 from support.listeners import assert_on_loopback, listening_processes
 from support.ray_nodes import TwoNodes
 
-from megarl.cluster.fork_server import ENVIRONMENT
+from megarl.cluster.fork_server import ENVIRONMENT, ForkServer
 from megarl.rollout import create_engine
 from megarl.rollout.sglang.options import SGLangOptions
 
@@ -79,10 +79,17 @@ def test_sglang_and_actor_log_probs_agree_before_and_after_an_update(ranks, layo
 
 
 @pytest.fixture
-def cluster_of_two(shared_server):
-    """Two Ray nodes on this machine, with one CPU slot each, as the environment of the jobs that join them."""
-    with TwoNodes(1, shared_server) as nodes:
-        yield nodes.environment
+def cluster_of_two():
+    """Two Ray nodes on this machine, with one CPU slot each, as the environment of the jobs that join them.
+
+    Their workers start SGLang's processes as new interpreters, whose names tell the reward function the ranks.
+    """
+    server = ForkServer()
+    try:
+        with TwoNodes(1, {ENVIRONMENT: server.address}) as nodes:
+            yield nodes.environment
+    finally:
+        server.close()
 
 
 @pytest.mark.timeout(1200)

@@ -31,12 +31,21 @@ def test_cuda_without_a_device_raises():
 def describe(place, layout):
     """Join a layout and leave it."""
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu")
-    ranks = {name: torch.distributed.get_process_group_ranks(getattr(runtime, f"{name}_group")) for name in GROUPS}
+    ranks = {name: torch.distributed.get_process_group_ranks(group_of(runtime, name)) for name in GROUPS}
     seen = (tuple(runtime.coordinate), runtime.is_first_stage, runtime.is_last_stage, ranks)
     # Gloo beside NCCL binds to the host name's address, which other nodes may not reach.
     assert parallel_state._DATA_PARALLEL_GROUP_GLOO is None
     shutdown_runtime()
     return seen
+
+
+def group_of(runtime, name):
+    """A group that the runtime offers, or one that only Megatron-Core uses."""
+    if name == "ep":
+        return parallel_state.get_expert_model_parallel_group()
+    if name == "edp":
+        return parallel_state.get_expert_data_parallel_group()
+    return getattr(runtime, f"{name}_group")
 
 
 GROUPS = ("tp", "dp", "pp", "cp", "dp_cp", "ep", "etp", "edp")
@@ -80,7 +89,7 @@ def devices_of_groups(place):
     for port in (place.port, free_port()):
         runtime = init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", port, device="cpu")
         for name in GROUPS:
-            backend = getattr(runtime, f"{name}_group")._get_backend(torch.device("cpu"))
+            backend = group_of(runtime, name)._get_backend(torch.device("cpu"))
             used |= {id(device): device for device in backend.options._devices}
         shutdown_runtime()
         assert torch.distributed.distributed_c10d.ProcessGroupGloo is torch.distributed.ProcessGroupGloo

@@ -97,7 +97,15 @@ def test_an_unplugged_host(launch, hosts, join):
 
 def test_a_powered_off_host_is_replaced_by_the_spare(launch, hosts, grpo):
     run = launch(
-        *SPARE, "--no-doctor", "--max-restarts", "1", "--restart-delay", "1", *grpo, "trainer.total_training_steps=6"
+        *SPARE,
+        "--no-doctor",
+        "--max-restarts",
+        "1",
+        "--restart-delay",
+        "1",
+        *grpo,
+        "trainer.total_training_steps=6",
+        "trainer.resume_mode=auto",
     )
     run.until(r"(?m)^.*step[: ]+2\b")
     hosts("cut", "h2")

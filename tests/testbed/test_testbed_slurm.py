@@ -83,7 +83,10 @@ def test_scancel_of_the_batch_step_saves(submit, grpo):
 
 def test_a_lost_node_is_replaced_by_the_spare(submit, grpo, hosts):
     job = submit(
-        *("--sbatch=--nodes=3", "--max-restarts", "1", "--restart-delay", "1"), *grpo, "trainer.total_training_steps=6"
+        *("--sbatch=--nodes=3", "--max-restarts", "1", "--restart-delay", "1"),
+        *grpo,
+        "trainer.total_training_steps=6",
+        "trainer.resume_mode=auto",
     )
     job.until(r"(?m)step[: ]+2\b")
     hosts("cut", "h2")

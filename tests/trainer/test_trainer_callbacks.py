@@ -108,7 +108,7 @@ def test_the_view_is_read_only(train_config, tmp_path):
 
 def test_validation_calls_on_validation(train_config, tmp_path):
     callback, reporter, state = Recorded(), Reporter(tmp_path), State(tmp_path)
-    validator = SimpleNamespace(run=lambda step: ({"val-core/x": 0.25}, []))
+    validator = SimpleNamespace(run=lambda step: ({"val-core/x": 0.25}, []), step_in_flight=None)
     recorder = ValidationRecorder(validator, state, [], reporter, [callback])
     view = trainer_of(train_config(), [], tmp_path).view({"a": 1.0})
     assert recorder.on_step_end(view) == {"val-core/x": 0.25} and reporter.phases == ["testing"]
@@ -122,7 +122,9 @@ def test_a_failed_validation_saves_and_stops(train_config, tmp_path):
     def fail(step):
         raise StepImpossible("no scores", code="reward.no-row-scored")
 
-    recorder = ValidationRecorder(SimpleNamespace(run=fail), State(tmp_path), [], Reporter(tmp_path), [])
+    recorder = ValidationRecorder(
+        SimpleNamespace(run=fail, step_in_flight=None), State(tmp_path), [], Reporter(tmp_path), []
+    )
     with raises("reward.no-row-scored", "no scores; saved", error=StepImpossible):
         recorder.on_step_end(trainer_of(train_config(), [], tmp_path).view())
 
@@ -134,7 +136,7 @@ def test_validation_before_training(train_config, tmp_path, val_only, before, ru
     """The run of this test resumed at step 3, so ``val_before_train`` does not validate again."""
     config = train_config({"trainer.val_only": val_only, "trainer.val_before_train": before})
     reporter = Reporter(tmp_path)
-    validator = SimpleNamespace(run=lambda step: ({"val-core/x": 0.25}, []))
+    validator = SimpleNamespace(run=lambda step: ({"val-core/x": 0.25}, []), step_in_flight=None)
     ValidationRecorder(validator, State(tmp_path), [], reporter, []).on_train_start(
         trainer_of(config, [], tmp_path).view()
     )

@@ -19,6 +19,7 @@ from megarl.ops.launch.protocol import (
     DISCONNECTED,
     LISTENING,
     OUTPUT,
+    PORTS_TAKEN,
     REQUEST_FAILED,
     SetToken,
     Shutdown,
@@ -113,7 +114,7 @@ def test_used_port_is_reported_before_the_command_starts(agent):
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
         python(agent, "print()", "second", ports=[port], address="127.0.0.1")
-        assert f"port {port} of 127.0.0.1 is taken" in wait_for(agent, REQUEST_FAILED, "second").facts["reason"]
+        assert f"port {port} of 127.0.0.1 is taken" in wait_for(agent, PORTS_TAKEN, "second").facts["reason"]
     agent.send(StartCommand("third", ["/nowhere/python"]))
     assert "/nowhere/python cannot be started" in wait_for(agent, REQUEST_FAILED, "third").facts["reason"]
 

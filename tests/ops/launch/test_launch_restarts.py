@@ -16,18 +16,16 @@ JOB = JobToRun(("train",), True, "x", 2, "cuda", 8)
 def launch(monkeypatch):
     """Run a launcher over scripted sessions: an exit code, an error of ``run_driver``, or, in a tuple, of ``start``."""
 
-    def run(ends, max_restarts=2, hosts=("a", "b", "c"), job=JOB):
+    def run(ends, max_restarts=2, hosts=("a", "b", "c"), job=JOB, unanswered=frozenset(), silent=()):
         used, messages = [], []
 
         class ScriptedSession:
             def __init__(self, settings, *args):
                 used.append(settings)
                 self.end = ends[len(used) - 1]
+                self.lost = {error.host for error in [self.end] if isinstance(error, NodeLost)} | unanswered
 
-            def __enter__(self):
-                return self
-
-            def __exit__(self, *error):
+            def close(self):
                 pass
 
             def start(self):
@@ -43,6 +41,7 @@ def launch(monkeypatch):
                 return self.end
 
         monkeypatch.setattr(command, "ClusterSession", ScriptedSession)
+        monkeypatch.setattr(command, "silent_hosts", lambda hosts, *args: [host for host in hosts if host in silent])
         settings = ClusterSettings(hosts, "python", log_folder="logs")
         code = command.Launcher(settings, job, lambda host: [], max_restarts, 0.0, messages.append).run()
         return code, used, "\n".join(messages)
@@ -79,6 +78,15 @@ def test_spare_replaces_a_lost_node(launch):
     assert code == 0
     assert [settings.hosts for settings in used] == [("a", "b"), ("a", "c")]
     assert "node b is lost: gone [launch.node-lost]. Restart 1 of 2" in messages
+
+
+def test_a_host_that_does_not_answer_comes_after_the_spare(launch):
+    """SLURM reports a silent node minutes after the driver has ended."""
+    code, used, _ = launch([1, 0], unanswered={"b"})
+    assert (code, [settings.hosts for settings in used]) == (0, [("a", "b"), ("a", "c")])
+    code, used, messages = launch([1, 0], silent=("a",))
+    assert (code, [settings.hosts for settings in used]) == (0, [("a", "b"), ("b", "c")])
+    assert "no answer from a" in messages
 
 
 def test_cluster_that_never_started_is_not_restarted(launch):
