@@ -61,9 +61,9 @@ class Bed:
     def leftovers(self, host: str) -> list[str]:
         """Return the processes of a host beside its daemons, and files of runs in its /tmp and /dev/shm."""
         processes = [line for line in self.on(host, "ps", "-eo", "args=").splitlines() if not DAEMONS.search(line)]
-        files = self.on(
-            host, "sh", "-c", "ls -d /tmp/megarl-[!0]* /tmp/megarl-0/* /tmp/ray* /dev/shm/* 2>/dev/null || true"
-        ).splitlines()
+        # The folder of a token that a killed driver leaves is deleted by the next run.
+        names = "/tmp/megarl-[!0]* /tmp/megarl-0/[!r]* /tmp/ray* /dev/shm/*"
+        files = self.on(host, "sh", "-c", f"ls -d {names} 2>/dev/null || true").splitlines()
         return [line for line in processes if "ls -d /tmp/megarl" not in line] + files
 
 

@@ -146,7 +146,7 @@ def test_ctrl_c_saves(launch, grpo):
     run.until(r"(?m)^.*step[: ]+1\b")
     run.signal(signal.SIGINT)
     assert run.code() != 0
-    assert re.search(r"saved step \d+", run.text()), run.text()
+    assert re.search(r"Ended after step \d+ of 50 \(Ctrl-C\), saved in", run.text()), run.text()
 
 
 def test_two_launches_side_by_side(launch, join):
@@ -181,7 +181,11 @@ def test_disaggregated_training_over_two_hosts(launch, grpo):
         *TWO,
         "--no-doctor",
         *(key for key in grpo if not key.startswith("trainer.nnodes")),
-        "trainer.nnodes=1",
+        *("trainer.nnodes=1", "async_training.mode=disaggregated", "async_training.max_staleness=1"),
+        *(
+            "algorithm.rollout_correction.rollout_is=token",
+            "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",
+        ),
         "actor_rollout_ref.rollout.nnodes=1",
         "actor_rollout_ref.rollout.n_gpus_per_node=1",
         "trainer.total_training_steps=3",
