@@ -65,7 +65,7 @@ def check_agent_loops(config: GenerationJobConfig) -> None:
     multi_turn: MultiTurnConfig = config.actor_rollout_ref.rollout.multi_turn
     if multi_turn.tool_config_path is not None:
         load_tools(multi_turn.tool_config_path)
-    PARSERS[multi_turn.format]  # after the modules that may register it
+    PARSERS[multi_turn.format]  # raises for an unknown format; a module that was loaded above may have registered it
 
 
 def check_agent_names(

@@ -80,8 +80,14 @@ class Ports:
 
     def of_node(self) -> dict[str, int]:
         """Return the options of ``ray start`` for the ports of each node."""
-        names = ("node-manager", "object-manager", "runtime-env-agent", "dashboard-agent-grpc",
-                 "dashboard-agent-listen", "metrics-export")  # fmt: skip
+        names = (
+            "node-manager",
+            "object-manager",
+            "runtime-env-agent",
+            "dashboard-agent-grpc",
+            "dashboard-agent-listen",
+            "metrics-export",
+        )
         return {f"{name}-port": number for number, name in enumerate(names, self.first + 2)}
 
 

@@ -209,6 +209,7 @@ class ValidationRecorder(Callback):
             if trainer.validation_data_dir:
                 dump_samples(trainer.validation_data_dir, step, samples)
             self.reporter.keep_samples(step, evenly_spaced(samples, SAMPLES_PER_VALIDATION_IN_REPORT), "validation")
+            # Trackers take steps in order, so a validation beside training is logged with the current step.
             self.reporter.log_samples(self.state.step, evenly_spaced(samples, trainer.log_val_generations))
         for callback in self.callbacks:
             callback.on_validation(dataclasses.replace(view, metrics=metrics))
