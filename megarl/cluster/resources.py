@@ -320,6 +320,37 @@ def wait_for_nodes(
     return {name: str(nodes[name]["NodeManagerAddress"]) for name in names}
 
 
+def wait_for_any_nodes(
+    count: int, device: Literal["auto", "cpu", "cuda"], devices: int, timeout_s: float
+) -> dict[str, str]:
+    """Wait until the connected cluster has ``count`` nodes with their devices; see :func:`wait_for_nodes`.
+
+    Nodes with fewer devices, such as a head without GPUs, are not counted.
+
+    Returns:
+        The address of each counted node.
+
+    Raises:
+        ResourceError: gives the devices of each node.
+    """
+    kind, least = ("CPU", 0) if device == "auto" else (RESOURCE_NAMES[device], devices)
+    deadline = time.monotonic() + timeout_s
+    while True:
+        nodes = {str(node["NodeName"]): node for node in ray.nodes() if node["Alive"]}
+        counts = {name: node["Resources"].get(kind, 0.0) for name, node in nodes.items()}
+        fitting = {name: str(nodes[name]["NodeManagerAddress"]) for name in nodes if counts[name] >= least}
+        if len(fitting) >= count:
+            return fitting
+        if time.monotonic() > deadline:
+            have = ", ".join(f"{name} has {number:g}" for name, number in counts.items())
+            raise ResourceError(
+                f"after {timeout_s:g} s the Ray cluster has {len(fitting)} of {count_noun(count, 'node')} with "
+                f"{count_noun(least, kind)}: {have}. Start more nodes, or lower the job's nodes or devices",
+                code="launch.nodes-missing",
+            )
+        sleep(_POLL_S)
+
+
 def _missing(names: Sequence[str], joined: Sequence[str], timeout_s: float) -> str:
     missing = [name for name in names if name not in joined]
     return (

@@ -276,6 +276,10 @@ def default_address() -> str:
             return "127.0.0.1"
 
 
+IGNORE_SIGNALS = "--ignore-signals"
+"""Option of an agent whose launcher receives the same signals; the agent ends with its connection."""
+
+
 class _Terminated(Exception):
     """SIGTERM, SIGHUP or SIGINT."""
 
@@ -286,8 +290,11 @@ def main() -> int:
     def terminate(number: int, frame: FrameType | None) -> None:
         raise _Terminated
 
+    def ignore(number: int, frame: FrameType | None) -> None:
+        """Unlike SIG_IGN, a handler is not inherited by commands."""
+
     for number in (signal.SIGTERM, signal.SIGHUP, signal.SIGINT):
-        signal.signal(number, terminate)
+        signal.signal(number, ignore if IGNORE_SIGNALS in sys.argv else terminate)
     adopt_orphans()
     agent = Agent(sys.stdout, Path(tempfile.mkdtemp(prefix="megarl-", dir="/tmp")))  # sockets need short paths
     shutdown = None

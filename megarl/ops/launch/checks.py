@@ -55,25 +55,29 @@ def parse_doctor_output(code: int, text: str) -> DoctorSummary:
 
 
 def nodes_command(python: str, hosts: tuple[str, ...], job: JobToRun, timeout_s: float) -> list[str]:
-    """Return the command line of :func:`main`, which runs on the head."""
-    needs = ["--device", job.device, "--devices", str(job.devices), "--timeout-s", f"{timeout_s:.0f}"]
+    """Return the command line of :func:`main`, which runs on the head; no hosts: any ``job.nodes`` nodes."""
+    needs = ["--nodes", str(job.nodes), "--device", job.device, "--devices", str(job.devices)]
+    needs += ["--timeout-s", f"{timeout_s:.0f}"]
     return [python, "-m", "megarl.ops.launch.checks", *hosts, *needs]
 
 
 def main() -> int:
     """Wait until all nodes have joined; print their addresses as JSON, or the problem with exit code 1."""
     from megarl.cluster import RaySession  # imports Ray
-    from megarl.cluster.resources import wait_for_nodes
+    from megarl.cluster.resources import wait_for_any_nodes, wait_for_nodes
 
     parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("names", nargs="+")
+    parser.add_argument("names", nargs="*")
+    parser.add_argument("--nodes", type=int, required=True)
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), required=True)
     parser.add_argument("--devices", type=int, required=True)
     parser.add_argument("--timeout-s", type=float, required=True)
     options = parser.parse_args()
     try:
+        needs = options.device, options.devices, options.timeout_s
         with RaySession():
-            print(json.dumps(wait_for_nodes(options.names, options.device, options.devices, options.timeout_s)))
+            wait = wait_for_nodes(options.names, *needs) if options.names else wait_for_any_nodes(options.nodes, *needs)
+            print(json.dumps(wait))
     except MegarlError as error:
         print(error.text, file=sys.stderr)  # the launcher adds its code
         return 1

@@ -7,6 +7,7 @@ import os
 import queue
 import shlex
 import signal
+import socket
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
@@ -20,7 +21,9 @@ from megarl.base.errors import ConfigError, ResourceError
 from megarl.base.formatting import GIB, MIB, count_noun
 from megarl.ops.jobs.command import run_job
 from megarl.ops.launch import remote
+from megarl.ops.launch.agent import IGNORE_SIGNALS, OTHER_CLUSTER_VARIABLES
 from megarl.ops.launch.options import (
+    LOCAL_RAY,
     check_unused_options,
     command_job,
     launch_parser,
@@ -34,6 +37,7 @@ from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports
 
 CPU_OBJECT_STORE_BYTES = 200 * MIB  # size of Ray's object store for CPU jobs; Ray's default is a third of the memory
 LONGEST_DELAY_S = 300.0
+RAY_JOB_VARIABLE = "RAY_JOB_CONFIG_JSON_ENV_VAR"  # set by Ray in the entrypoint of a job of its Jobs API
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -207,6 +211,8 @@ def _resolve_place(options: argparse.Namespace) -> str:
 
 
 def _launch(place: str, options: argparse.Namespace, job: JobToRun) -> int:
+    if place == LOCAL_RAY:
+        return _join(options, job)
     agent_command, hosts = _agents_and_hosts(place, options, job)
     if len(hosts) < job.nodes:
         raise ConfigError(
@@ -221,6 +227,29 @@ def _launch(place: str, options: argparse.Namespace, job: JobToRun) -> int:
     return Launcher(settings, job, agent_command, options.max_restarts, options.restart_delay, say).run()
 
 
+def _join(options: argparse.Namespace, job: JobToRun) -> int:
+    """Run the job on the running cluster at ``RAY_ADDRESS``, with this machine as the driver's.
+
+    Raises:
+        ConfigError: ``RAY_ADDRESS`` is not set, or is the address of Ray's Jobs API.
+    """
+    address = os.environ.get("RAY_ADDRESS", "")
+    if not address or "://" in address:
+        raise ConfigError(
+            f"--on {LOCAL_RAY} joins the cluster at RAY_ADDRESS={address or '(not set)'}: set it to auto on a node of "
+            "the cluster, or to host:port of its head. From elsewhere, submit the launcher by `ray job submit`",
+            code="launch.ray-address",
+        )
+    say(f"{shlex.join(job.words)} on the Ray cluster at {address}")
+    settings = _cluster_settings(options, job, (socket.gethostname(),), inherits=True)
+    variables = {name: os.environ[name] for name in OTHER_CLUSTER_VARIABLES if name in os.environ}
+    settings = replace(
+        settings, env=settings.env | variables, address=address, in_ray_job=RAY_JOB_VARIABLE in os.environ
+    )
+    agent_command = remote.local_agent(options.python, options.workdir, IGNORE_SIGNALS)
+    return Launcher(settings, job, agent_command, options.max_restarts, options.restart_delay, say).run()
+
+
 def _agents_and_hosts(place: str, options: argparse.Namespace, job: JobToRun) -> tuple[remote.AgentCommand, list[str]]:
     """Return the command that starts agents, and all hosts."""
     python, folder, wrap = options.python, options.workdir, shlex.split(options.wrap)
@@ -229,10 +258,6 @@ def _agents_and_hosts(place: str, options: argparse.Namespace, job: JobToRun) ->
     if place == "slurm":
         agent_command = remote.srun_agent(python, folder, shlex.split(options.srun), wrap, os.environ)
         return agent_command, remote.slurm_hosts(os.environ)
-    if wrap:
-        raise ConfigError(
-            "--wrap is for ssh and slurm; start the launcher itself in the container", code="launch.unused-option"
-        )
     if job.nodes > 1 and job.device == "cuda":
         raise ConfigError(
             f"{job.size_keys} on one machine: nodes would share its GPUs. List the other nodes by --hosts, or set one "

@@ -18,7 +18,8 @@ from megarl.ops.launch.settings import FIRST_PORT, WORKER_PORTS, Device, JobToRu
 
 RESUMING = ("auto", "must")
 JOB_NAMES = f"{', '.join([*JOBS][:-1])} or {[*JOBS][-1]}"
-PLACES = ("auto", "local", "ssh", "slurm", "sbatch")
+LOCAL_RAY = "local-ray"
+PLACES = ("auto", "local", "ssh", "slurm", "sbatch", LOCAL_RAY)
 _EPILOG = f"""\
 A job is {JOB_NAMES} with its arguments, as after `megarl`; or, after `--`, any command that
 joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes and devices
@@ -26,7 +27,14 @@ joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes
 theirs, such as critic.nnodes). For everything else see docs/how_to/launch.md."""
 _WORKER_PORTS_HELP = f"ports of Ray's workers ({'-'.join(map(str, WORKER_PORTS))})"
 _COMMAND_OPTIONS = ("nodes", "device")
-_OPTION_PLACES = {"sbatch": ("sbatch",), "srun": ("slurm", "sbatch"), "ssh": ("ssh",)}
+_STARTS_RAY = PLACES[:-1]
+_OPTION_PLACES: dict[str, Sequence[str]] = {
+    "sbatch": ("sbatch",),
+    "srun": ("slurm", "sbatch"),
+    "ssh": ("ssh",),
+    "wrap": ("ssh", "slurm", "sbatch"),
+    **dict.fromkeys(("interface", "head_address", "port", "worker_ports", "object_store_gb"), _STARTS_RAY),
+}
 """Options that apply to some values of ``--on`` only."""
 
 
@@ -88,7 +96,7 @@ def launch_parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(
         prog="megarl launch",
         usage="megarl launch [options] JOB [KEY=VALUE ...]\n       megarl launch [options] -- COMMAND ...",
-        description="Start a Ray cluster, run a job on it, and shut it down.",
+        description="Start a Ray cluster, run a job on it, and shut it down; or run it on a running cluster.",
         epilog=_EPILOG,
         allow_abbrev=False,
     )
@@ -96,7 +104,7 @@ def launch_parser() -> argparse.ArgumentParser:
         "--on",
         choices=PLACES,
         default="auto",
-        help="auto: ssh with --hosts, slurm in an allocation, else local",
+        help="auto: ssh with --hosts, slurm in an allocation, else local; local-ray: join the cluster at RAY_ADDRESS",
     )
     parser.add_argument("--hosts", help="for ssh: host1,host2,... or a file with one per line; the first is the head")
     parser.add_argument("--max-restarts", type=_count, default=0, metavar="N", help="restarts after failures (0)")

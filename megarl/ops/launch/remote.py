@@ -32,9 +32,9 @@ FORWARDED_NAMES = ("DATA", "MODEL", "RETRIEVER")
 AgentCommand = Callable[[str], list[str]]  # returns the command that starts an agent on a host
 
 
-def local_agent(python: str, folder: str) -> AgentCommand:
+def local_agent(python: str, folder: str, *options: str) -> AgentCommand:
     """Start agents as child processes of the launcher."""
-    return lambda host: ["sh", "-c", _in_folder(folder, [python, "-m", AGENT])]
+    return lambda host: ["sh", "-c", _in_folder(folder, [python, "-m", AGENT, *options])]
 
 
 def ssh_agent(python: str, folder: str, ssh: Sequence[str], wrap: Sequence[str]) -> AgentCommand:

@@ -105,7 +105,7 @@ def silent_hosts(
 
 
 class ClusterSession:
-    """A Ray cluster that exists until :meth:`close`.
+    """A Ray cluster that exists until :meth:`close`, or a running one that is joined from its only host here.
 
     Args:
         agent_command: returns the command that starts an agent on a host and connects its stdin and stdout.
@@ -161,7 +161,14 @@ class ClusterSession:
             return [host for host in settings.hosts if host not in self._started]
 
         self._wait_until(lambda: not silent(), deadline, lambda: f"no answer from {', '.join(silent())}")
-        token = SetToken(secrets.token_hex(32))
+        if settings.address:
+            self._cluster = settings.address
+        else:
+            self._start_cluster(deadline)
+        self._wait_for_nodes(deadline)
+
+    def _start_cluster(self, deadline: float) -> None:
+        settings, token = self.settings, SetToken(secrets.token_hex(32))
         for agent in self._agents.values():
             agent.send(token)
         addresses = {host: self._address_of(host) for host in settings.hosts}
@@ -172,7 +179,6 @@ class ClusterSession:
         self._wait_until(lambda: self.head in self._listening, deadline, lambda: f"Ray did not start on {self.head}")
         for host in settings.hosts[1:]:
             self._start_ray(host, addresses[host])
-        self._wait_for_nodes(deadline)
 
     def run_doctor(self) -> None:
         """Run ``megarl doctor`` on every node and between nodes.
@@ -265,7 +271,8 @@ class ClusterSession:
 
     def _wait_for_nodes(self, deadline: float) -> None:
         timeout_s = max(1.0, deadline - time.monotonic())
-        argv = checks.nodes_command(self.settings.python, self.settings.hosts, self.job, timeout_s)
+        names = () if self.settings.address else self.settings.hosts
+        argv = checks.nodes_command(self.settings.python, names, self.job, timeout_s)
         self._agents[self.head].send(StartCommand(WAIT, argv, self._environment()))
         key = (self.head, WAIT)
         late = f"{self.head} did not report the nodes of the cluster"
@@ -274,11 +281,13 @@ class ClusterSession:
         if self._exit_codes[key] != 0:
             raise ResourceError(text or f"{argv} failed on {self.head}", code="launch.nodes-missing")
         addresses = json.loads(text.splitlines()[-1])
-        nodes = ", ".join(f"{host} ({addresses[host]})" for host in self.settings.hosts)
+        nodes = ", ".join(f"{host} ({address})" for host, address in addresses.items())
         self._say(f"Ray at {self._cluster}: {nodes}")
 
     def _environment(self) -> dict[str, str]:
         """Return the environment of commands that connect to the cluster."""
+        if self.settings.address:
+            return self.settings.env
         cluster = ray_environment(f"{RAY_FOLDER}/{TOKEN_FILE}", self._cluster, self._loopback)
         return self.settings.env | cluster
 
@@ -307,7 +316,8 @@ class ClusterSession:
     def _end_driver(self, number: int) -> int | None:
         """Forward a signal to the driver and wait for its end; a second signal ends the wait."""
         self._say(f"waiting for the driver to end; a second {signal.Signals(number).name} does not wait")
-        self._agents[self.head].send(SendSignal(DRIVER, number))
+        if not self.settings.in_ray_job:
+            self._agents[self.head].send(SendSignal(DRIVER, number))
         key, deadline = (self.head, DRIVER), time.monotonic() + self.settings.grace_s
         try:
             self._wait_until(lambda: key in self._exit_codes, deadline, None)

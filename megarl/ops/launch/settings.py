@@ -106,6 +106,8 @@ class ClusterSettings:
     grace_s: float = 600.0  # time for the driver to end by itself after a signal
     doctor: bool = True  # whether to run megarl doctor on every node before the job
     log_folder: str = ""  # folder on each node for Ray's logs of a failed run; empty = discard
+    address: str = ""  # running Ray cluster to join; empty = start one
+    in_ray_job: bool = False  # whether Ray itself signals the driver, as all processes of a job
 
 
 def host_address(host: str) -> ipaddress.IPv4Address | ipaddress.IPv6Address | None:

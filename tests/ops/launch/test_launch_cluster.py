@@ -135,3 +135,21 @@ def test_local_cluster_refuses_clients_without_token_and_ends_on_sigterm(start_l
     assert launched.survivors() == []
     assert "Restart" not in launched.text()
     assert not ray.is_initialized()
+
+
+def test_job_on_a_running_cluster_is_restarted_there(start_launcher, first_port, tmp_path):
+    """The launcher with ``--on local-ray`` runs in the cluster of another, with its token, and leaves it running."""
+    driver = tmp_path / "driver.py"
+    driver.write_text(
+        "import sys, ray\nfrom pathlib import Path\nfrom megarl.cluster import RaySession\n"
+        "with RaySession() as session:\n    print('joined', session.address, len(ray.nodes()), flush=True)\n"
+        "first = not Path('ran').exists()\nPath('ran').touch()\nsys.exit(3 if first else 0)\n",
+        encoding="utf-8",
+    )
+    node = ("--no-doctor", "--nodes=1", "--devices-per-node=1", "--device=cpu")
+    inner = ("-m", "megarl.ops.launch", "--on=local-ray", "--max-restarts=1", "--restart-delay=0", *node)
+    job = (sys.executable, *inner, "--", sys.executable, str(driver))
+    launched = start_launcher("--on=local", *node, f"--port={first_port}", "--", *job)
+    assert launched.code() == 0, launched.text()
+    assert launched.text().count(f"joined 127.0.0.1:{first_port} 1\n") == 2
+    assert "launch: the driver ended with code 3. Restart 1 of 1" in launched.text()

@@ -98,13 +98,16 @@ def test_missing_job(argv):
         ([*QUICK, "trainer.nnodes=2", "trainer.device=cuda"], "launch.nodes-share-gpus", "trainer.nnodes=2 "),
         (["--on=local", "--hosts=a", *QUICK], "launch.hosts-option", "not --hosts=a"),
         (["--submit", *QUICK], "launch.unused-option", "--submit .*--on sbatch"),
+        (["--on=local-ray", *QUICK], "launch.ray-address", r"RAY_ADDRESS=\(not set\)"),
+        (["--on=local-ray", "--port=7000", *QUICK], "launch.unused-option", "--port "),
         ([*QUICK, "--multirun"], "launch.multirun-or-cfg", "--multirun"),
         (["--port=10000", *QUICK], "launch.port-overlap", "--worker-ports=10002-19999"),
         (["--", "python", "x.py"], "launch.command-size", "--nodes and --devices-per-node"),
     ],
 )
 def test_invalid_command_lines_are_refused_before_the_start(capsys, monkeypatch, argv, error, named):
-    monkeypatch.delenv("SLURM_JOB_NODELIST", raising=False)
+    for name in ("SLURM_JOB_NODELIST", "RAY_ADDRESS"):
+        monkeypatch.delenv(name, raising=False)
     monkeypatch.setattr(subprocess, "Popen", None)
     code, text = launch(capsys, *argv)
     assert code == 2

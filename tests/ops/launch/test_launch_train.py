@@ -14,7 +14,7 @@ import yaml
 from support.arithmetic_task import make_task
 
 from megarl.cli import main as megarl
-from megarl.ops.launch.options import read_job
+from megarl.ops.launch.options import launch_parser, read_job, split_job
 
 HERE = Path(__file__).parent
 ROOT = HERE.parents[2]
@@ -148,8 +148,11 @@ def test_rayjob_of_kubernetes():
     cluster = manifest["spec"]["rayClusterSpec"]
     (group,) = cluster["workerGroupSpecs"]
     words = shlex.split(manifest["spec"]["entrypoint"])
-    assert words[:3] == ["python", "-m", "megarl.cli"]
-    job = read_job(words[3:], manifest["spec"]["backoffLimit"])
+    assert words[:4] == ["python", "-m", "megarl.cli", "launch"]
+    launcher, words, is_megarl = split_job(words[4:])
+    options = launch_parser().parse_args(launcher)
+    assert is_megarl and options.on == "local-ray"
+    job = read_job(words, options.max_restarts)
     assert group["replicas"] == group["minReplicas"] == group["maxReplicas"] == job.nodes - 1, "the head is a node"
     for pods in (cluster["headGroupSpec"], group):
         (container,) = pods["template"]["spec"]["containers"]
