@@ -1,14 +1,16 @@
-"""The launcher in real SLURM jobs."""
+"""The launcher, and the plain batch script, in real SLURM jobs."""
 
 from __future__ import annotations
 
 import re
+import sys
 import time
 from pathlib import Path
 
 import pytest
 from support.waits import wait_until
 
+ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0
 
 
@@ -39,20 +41,42 @@ class Job:
 
 
 @pytest.fixture
-def submit(launch, hosts, shared, request):
-    """Submit a batch job with the launcher, and return it; the job is gone at the end."""
+def cluster(hosts):
+    """The hosts with an idle SLURM; no job is left at the end."""
     wait_until(lambda: hosts.on("h1", "sinfo", "-h", "-t", "idle", "-o", "%D").strip() == "3")
+    yield hosts
+    hosts.on("h1", "scancel", "--user=root", "--full")
+    wait_until(lambda: hosts.on("h1", "squeue", "-h").strip() == "")
+
+
+@pytest.fixture
+def submit(launch, cluster, shared, request):
+    """Submit a batch job with the launcher, and return it."""
 
     def start(*options):
         log = shared / f"{request.node.name}.log"
         sbatch = ["--on", "sbatch", "--submit", "--sbatch=--overcommit", f"--sbatch=--output={log}"]
         run = launch(*sbatch, "--no-doctor", *options)
         assert run.code() == 0, run.text()
-        return Job(hosts, run.text().split()[-1], Path(log))
+        return Job(cluster, run.text().split()[-1], Path(log))
 
-    yield start
-    hosts.on("h1", "scancel", "--user=root", "--full")
-    wait_until(lambda: hosts.on("h1", "squeue", "-h").strip() == "")
+    return start
+
+
+@pytest.fixture
+def submit_plain(cluster, shared, request):
+    """Submit ``launch/plain.sbatch`` for two nodes of three, and return the job."""
+
+    def start(*words, restarts=0):
+        log = shared / f"{request.node.name}.log"
+        variables = {"PYTHON": sys.executable, "PYTHONPATH": f"{ROOT}:{ROOT}/tests", "OMP_NUM_THREADS": "1"}
+        variables |= {"NODES": "2", "CPUS": "1", "RESTARTS": str(restarts)}
+        environment = [f"{name}={value}" for name, value in variables.items()]
+        options = ["--parsable", "--nodes=3", "--overcommit", f"--output={log}", str(ROOT / "launch/plain.sbatch")]
+        number = cluster.on("h1", "env", "-C", str(shared), *environment, "sbatch", *options, *words)
+        return Job(cluster, number.strip(), Path(log))
+
+    return start
 
 
 def test_a_batch_job(submit, grpo):
@@ -93,3 +117,19 @@ def test_a_lost_node_is_replaced_by_the_spare(submit, grpo, hosts):
     hosts("off", "h2")
     assert re.search(r"(?m)step[: ]+6\b", job.wait()), job.text()
     assert "h1 (10.77.0.11), h3 (10.77.0.13)" in job.text()
+
+
+def test_the_plain_batch_script_saves_on_sigterm_of_the_batch_step(submit_plain, grpo):
+    job = submit_plain(*grpo, "trainer.total_training_steps=10000", "trainer.save_freq=10000")
+    job.until(r"(?m)step[: ]+1\b")
+    job.hosts.on("h1", "scancel", "--batch", "--signal=TERM", job.number)
+    assert re.search(r"SIGTERM.*saved|saved step \d+", job.wait()), job.text()
+
+
+def test_the_plain_batch_script_replaces_a_lost_node(submit_plain, grpo, hosts):
+    job = submit_plain(*grpo, "trainer.total_training_steps=6", "trainer.resume_mode=auto", restarts=1)
+    job.until(r"(?m)step[: ]+2\b")
+    hosts("cut", "h2")
+    hosts("off", "h2")
+    assert re.search(r"(?m)step[: ]+6\b", job.wait()), job.text()
+    assert re.search(r"attempt 1 on h1 h3 ended with code 0", job.text()), job.text()
