@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megarl.base.errors import ConfigError
-from megarl.models.expert_files import stacked_parts
+from megarl.models.hf_folder import stacked_parts
 from megarl.models.layout import ParallelLayout
 from megarl.models.model_config import ModelConfig
 from megarl.models.partition import LocalParam, Piece

@@ -161,14 +161,14 @@ def layer_parameter(
     return Declaration(megatron, rollout, tensors, split, when=when, float32=float32)
 
 
-def experts_of(block: str, gate: str, up: str, down: str) -> tuple[Declaration, Declaration, Declaration]:
+def experts_of(
+    block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Declaration, ...]:
     """Declare router and routed experts of a layer.
 
     Args:
         block: the Hugging Face module of ``gate`` and ``experts``, such as ``mlp``.
-        gate: Hugging Face name of an expert's gate projection, such as ``gate_proj``.
-        up: Hugging Face name of the up projection.
-        down: Hugging Face name of the down projection.
+        gate: Hugging Face name of an expert's gate projection, likewise ``up`` and ``down``.
     """
     router = layer_parameter("mlp.router.weight", f"{block}.gate.weight", ("experts", "hidden"), when=in_expert_layers)
     expert = f"{block}.experts.{{expert}}."

@@ -11,8 +11,7 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megarl.base.errors import ModelError
-from megarl.models.expert_files import BLOCK
-from megarl.models.hf_folder import ModelFolder, TensorEntry, check_model_folder
+from megarl.models.hf_folder import BLOCK, ModelFolder, TensorEntry, check_model_folder
 from megarl.models.model_config import ModelConfig
 from megarl.models.number_formats import dequantize_mxfp4
 from megarl.models.partition import LocalParam, Piece

@@ -1,7 +1,14 @@
-"""Check a Hugging Face model folder by its file headers, without torch or weights."""
+"""Check a Hugging Face model folder by its file headers, without torch or weights, and identify its model.
+
+A file may stack a matrix or bias of all experts of a layer, in bfloat16 or MXFP4. The weight map has one tensor per
+expert: an entry of the file's tensor with the dimensions reversed, ``[experts, inputs, outputs]`` in the file for
+``[outputs, inputs]``.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import struct
@@ -12,9 +19,9 @@ from typing import Any, NamedTuple
 
 from megarl.base.errors import ModelError
 from megarl.base.json_text import parse_json, read_json_object
-from megarl.models.expert_files import BLOCK, BLOCKS, SCALES, StackedPart, stacked_parts
 from megarl.models.hf_config import read_model_config
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
+from megarl.models.registry import family_of
 from megarl.models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
@@ -24,6 +31,13 @@ EMBEDDING = "model.embed_tokens.weight"
 HEADS = (HEAD, SCORE, SCORE_BIAS)
 """Tensors after the last norm, over all kinds of models."""
 _COMPARED_BYTES = 2**24
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+"""Keys of ``config.json`` that do not describe the model."""
+BLOCK = 32
+"""Neighbouring inputs that share a scale in MXFP4."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Suffixes of the two tensors that hold a matrix in MXFP4."""
 _HEAD_ALIASES = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
 """Alternative names of the scalar head in checkpoints, with the names of the weight map."""
 
@@ -280,10 +294,7 @@ def _header_entry(file: Path, name: str, entry: Any, first: int) -> TensorEntry:
 
 
 def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a folder by name, also those that are not part of the model; empty without weights.
-
-    Args:
-        folder: a model folder, or one without weights; it may not exist.
+    """Return a folder's tensors by name, also those outside the model; empty if it has no weights or does not exist.
 
     Raises:
         ModelError: a weight file is missing or damaged.
@@ -291,3 +302,82 @@ def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
     if not ((folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()):
         return {}
     return _tensor_entries(folder)
+
+
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Identity of a model folder; two folders with the same weights have equal digests wherever they are.
+
+    Attributes:
+        settings: digest of ``config.json``.
+        weights: digest of every tensor's name, shape and dtype, and of samples of its bytes.
+    """
+
+    path: str
+    settings: str
+    weights: str
+
+    def difference(self, other: ModelIdentity) -> str | None:
+        """Return the field that differs from another model's; None for the same model."""
+        return next((part for part in ("settings", "weights") if getattr(self, part) != getattr(other, part)), None)
+
+
+def identify_model(path: str | Path) -> ModelIdentity:
+    """Identify a Hugging Face folder.
+
+    It reads up to 64 KiB of each tensor at evenly spaced places: training changes elements everywhere. The digest does
+    not depend on the division into files.
+
+    Raises:
+        ModelError: the folder is incomplete.
+    """
+    folder = check_model_folder(path, may_lack_head=True)
+    weights = hashlib.blake2b(digest_size=16)
+    for name, entry in sorted(folder.tensors.items()):
+        weights.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
+        with entry.file.open("rb") as file:
+            for start, stop in _samples(entry.nbytes):
+                file.seek(entry.offset + start)
+                weights.update(file.read(stop - start))
+    described = {key: value for key, value in folder.config.raw.items() if key not in _VOLATILE}
+    settings = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
+    return ModelIdentity(str(Path(path).absolute()), settings.hexdigest(), weights.hexdigest())
+
+
+def _samples(size: int) -> list[tuple[int, int]]:
+    """Byte ranges to read of a tensor: all of a small one."""
+    if size <= _SAMPLES * _SAMPLE_BYTES:
+        return [(0, size)]
+    last = size - _SAMPLE_BYTES
+    return [(start, start + _SAMPLE_BYTES) for start in (last * n // (_SAMPLES - 1) for n in range(_SAMPLES))]
+
+
+class StackedPart(NamedTuple):
+    """Place of an expert's tensor: the file's tensor, and the expert's number in it."""
+
+    name: str
+    expert: int
+
+
+def stacked_parts(config: ModelConfig) -> dict[str, StackedPart]:
+    """Return each expert tensor's place in the stacked tensors of a file, by its name; empty if no file stacks them."""
+    if config.experts is None:
+        return {}
+    stacked = [declared for declared in family_of(config.architecture).layer if declared.hf[0].stacked]
+    return {
+        tensor.name.format(layer=layer, expert=expert): StackedPart(tensor.stacked.format(layer=layer), expert)
+        for layer in range(config.num_layers)
+        for declared in stacked
+        if declared.when is None or declared.when(config, layer)
+        for tensor in declared.hf
+        for expert in range(config.experts.count)
+    }
+
+
+def file_shapes(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, StackedPart]) -> dict[str, tuple[int, ...]]:
+    """Return a file's tensor shapes from those of the weight map, in the same order; ``parts`` stacks experts."""
+    result: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        part = parts.get(name)
+        result[name if part is None else part.name] = shape if part is None else (part.expert + 1, *reversed(shape))
+    return result

@@ -24,9 +24,18 @@ from megarl.base.atomic_write import replace_folder, restore_replaced_folder
 from megarl.base.errors import CheckpointError, ExportError
 from megarl.base.files import flush_path
 from megarl.models.end_tokens import GENERATION_FILE
-from megarl.models.expert_files import file_shapes, stacked_parts
 from megarl.models.hf_checkpoint import HFReader, region
-from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, ModelFolder, tensor_entries
+from megarl.models.hf_folder import (
+    HEAD,
+    INDEX_FILE,
+    SCORE,
+    SCORE_BIAS,
+    SINGLE_FILE,
+    ModelFolder,
+    file_shapes,
+    stacked_parts,
+    tensor_entries,
+)
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
 from megarl.models.multi_token import carried_tensors, with_multi_token_layers
 from megarl.models.partition import LocalParam, Piece

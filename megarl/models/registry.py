@@ -151,6 +151,13 @@ def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:
             raise ModelError(text, code="model.unsupported-setting")
 
 
+def require_fields(raw: Mapping[str, Any], *names: str) -> None:
+    """Reject a ``config.json`` that lacks one of the fields; raises ModelError."""
+    for name in names:
+        if raw.get(name) is None:
+            raise ModelError(f"config.json: {name} is missing", code="model.field-missing")
+
+
 def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``config.json`` with each of :data:`SYNONYMS` under all its names.
 

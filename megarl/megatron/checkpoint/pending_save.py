@@ -15,7 +15,7 @@ from megarl.base.errors import CheckpointError
 from megarl.base.files import FileEntry, read_entry
 from megarl.megatron.checkpoint.storage import INDEX, Item, ItemWriter
 from megarl.megatron.engine.megatron_engine import MegatronEngine
-from megarl.megatron.runtime.host_memory import HostBuffer
+from megarl.megatron.runtime.memory import HostBuffer
 from megarl.megatron.runtime.process_groups import Runtime, all_ranks_or_raise
 
 

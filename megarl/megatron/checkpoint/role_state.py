@@ -23,7 +23,7 @@ from megarl.base.provenance import installed_versions
 from megarl.base.version import __version__
 from megarl.models import ParallelLayout
 from megarl.models.adapters import LoraOptions
-from megarl.models.model_identity import ModelIdentity
+from megarl.models.hf_folder import ModelIdentity
 
 STATE_FILE = "state.json"
 FORMAT = 1

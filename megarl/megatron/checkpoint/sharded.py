@@ -52,7 +52,7 @@ from megarl.megatron.engine.optimizer import (
     state_shards,
 )
 from megarl.megatron.runtime import cuda_on_cpu
-from megarl.megatron.runtime.host_memory import TensorMemory
+from megarl.megatron.runtime.memory import TensorMemory
 from megarl.megatron.runtime.process_groups import all_ranks_or_raise
 from megarl.models.hf_writer import NO_FILES, write_companions
 from megarl.models.weight_map import Contribution

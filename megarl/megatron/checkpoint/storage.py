@@ -50,10 +50,10 @@ from torch.futures import Future
 
 from megarl.base.checkpoint_files import INDEX
 from megarl.base.errors import CheckpointError
-from megarl.megatron.runtime.host_memory import TensorMemory
+from megarl.megatron.runtime.memory import TensorMemory
 from megarl.megatron.runtime.process_groups import Runtime, all_ranks_or_raise, gather_apply_scatter
 from megarl.models import LocalParam
-from megarl.models.coverage import Coverage
+from megarl.models.verification import Coverage
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of tensors by kind (weights, or a kind of optimizer state) and Hugging Face name."""

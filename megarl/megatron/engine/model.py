@@ -26,8 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.megatron.engine.options import MegatronOptions
-from megarl.megatron.engine.transformer_config import build_transformer_config
+from megarl.megatron.engine.options import MegatronOptions, build_transformer_config
 from megarl.megatron.layers.activations import GeGLU, SwiGLU
 from megarl.megatron.layers.context_parallel import MicroBatchPart
 from megarl.megatron.layers.gated_delta_net import delta_net_spec

@@ -15,8 +15,7 @@ from megarl.base.errors import MegarlError, ModelError
 from megarl.megatron.engine.offload import PARAM, OffloadManager
 from megarl.megatron.layers.lora import Adapters
 from megarl.megatron.layers.parameter_names import first_expert, global_names
-from megarl.megatron.runtime.process_groups import Runtime
-from megarl.megatron.runtime.store_barrier import RankTurns
+from megarl.megatron.runtime.process_groups import RankTurns, Runtime
 from megarl.models import LocalParam, ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap
 from megarl.models.hf_checkpoint import HFReader, load_local

@@ -25,10 +25,14 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.megatron.layers.kernels import causal_attention, fits_packed_attention, window_attention
+from megarl.megatron.layers.kernels import (
+    causal_attention,
+    fits_packed_attention,
+    flash_prefix_attention,
+    window_attention,
+)
 from megarl.megatron.layers.packed import PackedMicroBatch, SharedPrompts, copy_to, ranges
-from megarl.megatron.layers.packed_sinks import flash_prefix_attention
-from megarl.models.sink_attention import sink_attention
+from megarl.models.functional import sink_attention
 
 
 def attend(
@@ -53,7 +57,7 @@ def attend(
         runs: runs of neighbouring whole sequences of equal length: (number of sequences, their length).
         scale: of the scores; None = ``head_dim ** -0.5``.
         window: tokens that a token attends to, itself included; None = all earlier ones.
-        sinks: ``[heads]``, see :mod:`megarl.models.sink_attention`; None without sinks.
+        sinks: ``[heads]``, see :mod:`megarl.models.functional`; None without sinks.
 
     Returns:
         ``[tokens of this rank, heads * value's last dimension]``.

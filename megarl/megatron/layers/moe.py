@@ -24,7 +24,7 @@ from megarl.megatron.layers.lora import LowRankAdapter
 from megarl.megatron.layers.routing import RouterState
 from megarl.megatron.runtime.versions import submodules_of
 from megarl.models import ModelConfig, ParallelLayout
-from megarl.models.expert_choice import choose_experts, score_experts, weigh_experts
+from megarl.models.functional import choose_experts, score_experts, weigh_experts
 from megarl.models.model_config import Experts
 
 

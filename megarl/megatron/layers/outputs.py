@@ -102,11 +102,6 @@ class OutputOptions(NamedTuple):
 DEFAULT_OUTPUTS = OutputOptions()
 
 
-def value_outputs(output: Tensor, part: MicroBatchPart, runtime: Runtime) -> ValueOutputs:
-    """Gather the values of the whole micro-batch from this rank's part; communicates."""
-    return ValueOutputs(gather_outputs(output, part, runtime.cp_group))
-
-
 def policy_outputs(
     logits: Tensor,
     part: MicroBatchPart,

@@ -20,11 +20,17 @@ from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
 from megarl.megatron.layers.context_parallel import attend
-from megarl.megatron.layers.kernels import causal_attention, fits_packed_attention, packed_attention, window_attention
+from megarl.megatron.layers.kernels import (
+    PackedFlashKernel,
+    causal_attention,
+    fits_packed_attention,
+    flash_sink_attention,
+    packed_attention,
+    window_attention,
+)
 from megarl.megatron.layers.packed import SharedPrompts
-from megarl.megatron.layers.packed_sinks import PackedFlashKernel, flash_sink_attention
 from megarl.models.delta_rule import ChunkPlan
-from megarl.models.sink_attention import sink_attention
+from megarl.models.functional import sink_attention
 
 
 @dataclass
@@ -78,20 +84,21 @@ class RMSNorm(nn.Module):
         return result
 
 
-class RMSNormOverHeads(nn.Module):
-    """Root-mean-square norm over all heads of a token, which tensor-parallel ranks divide; computed in float32.
+class RMSNormOverQueries(nn.Module):
+    """Root-mean-square norm over all query heads of a token, which tensor-parallel ranks divide; in float32.
 
     Ranks sum the squares of their heads, and in the backward their products with the gradient. Every rank has the whole
     weight and uses the part of its heads: Megatron sums the gradients of the norms on queries and keys over the ranks.
     """
 
-    def __init__(self, config: TransformerConfig, heads: int, hidden_size: int, eps: float) -> None:
+    heads_field = "num_attention_heads"
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.group = get_tensor_model_parallel_group()
-        self.weight = nn.Parameter(
-            torch.ones(heads * hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        width, device = getattr(config, self.heads_field) * hidden_size, torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(width, dtype=config.params_dtype, device=device))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Norm ``inputs [..., heads of this rank, head_dim]``; communicates, in the shape and dtype of the inputs."""
@@ -100,18 +107,10 @@ class RMSNormOverHeads(nn.Module):
         return result
 
 
-class RMSNormOverQueries(RMSNormOverHeads):
-    """Norm over all query heads; the arguments are Megatron's."""
+class RMSNormOverKeys(RMSNormOverQueries):
+    """The same over all key heads."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(config, config.num_attention_heads, hidden_size, eps)
-
-
-class RMSNormOverKeys(RMSNormOverHeads):
-    """Norm over all key heads; the arguments are Megatron's."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(config, config.num_query_groups or config.num_attention_heads, hidden_size, eps)
+    heads_field = "num_query_groups"
 
 
 class NormedResidual(nn.Module):
@@ -140,7 +139,7 @@ class PackedAttention(nn.Module):
 
     Args:
         window: tokens that a token attends to, itself included; None = all earlier ones.
-        sinks: each head has a sink, see :mod:`megarl.models.sink_attention`.
+        sinks: each head has a sink, see :mod:`megarl.models.functional`.
 
     Attributes:
         softmax_offset: ``[heads of this rank]``, the sinks under Megatron's name; None without sinks.
@@ -178,7 +177,7 @@ class PackedAttention(nn.Module):
 
         Args:
             query: ``[tokens, heads, head_dim]``, before rotation.
-            key: ``[tokens, key-value heads, head_dim]``, before rotation.
+            key: ``[tokens, key-value heads, head_dim]``, likewise.
             value: like ``key``; its last dimension may differ.
             attention_mask: ignored; the mask is causal within each sequence, and within the window.
         """

@@ -6,24 +6,27 @@ The only module that chooses backend and device.
 from __future__ import annotations
 
 import gc
+import itertools
 import logging
 import os
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megarl.base.allocators import keep_freed_memory
 from megarl.base.errors import CheckpointError, ConfigError, MegarlError, ResourceError
 from megarl.base.rendezvous import join_rendezvous
 from megarl.megatron.runtime import cuda_on_cpu
-from megarl.megatron.runtime.gloo_device import one_gloo_device
-from megarl.megatron.runtime.store_barrier import StoreBarrier
-from megarl.megatron.runtime.transformer_engine import transformer_engine_error
+from megarl.megatron.runtime.versions import transformer_engine_error
 from megarl.models import ParallelLayout, RankCoordinate
 
 # Warnings of Megatron that appear in every run and need no action. It warns of missing GPU libraries file by file;
@@ -228,3 +231,120 @@ def gather_apply_scatter(runtime: Runtime, value: Any, action: Callable[[list[An
     dist.scatter_object_list(received, results if runtime.rank == 0 else None, src=0)
     part: _T = received[0]
     return part
+
+
+LONGEST_WAIT_S = 24 * 3600.0
+"""A wait ends with an error after a day; a dead rank ends the job earlier."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
+
+
+class StoreBarrier:
+    """Lets all ranks of a role wait for each other, or for their turn, without a collective.
+
+    All ranks must make the same calls in the same order.
+    """
+
+    def __init__(self, rank: int, size: int) -> None:
+        self._rank = rank
+        self._size = size
+        self._numbers = itertools.count()
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has called this; raises CheckpointError after the longest wait."""
+        key = f"megarl/all/{next(self._numbers)}"
+        if self._size > 1:
+            store = _get_default_store()
+            if store.add(f"{key}/arrived", 1) == self._size:
+                store.set(f"{key}/done", "")
+            self.wait_for_key(store, f"{key}/done")
+
+    def turns(self) -> RankTurns:
+        """Create a series of turns, in which rank 0 calls the other ranks one after the other."""
+        return RankTurns(self, self._rank, f"megarl/turns/{next(self._numbers)}")
+
+    def wait_for_key(self, store: dist.Store, key: str, failed: str = "") -> None:
+        """Wait for a key; the pauses grow, because the other rank may be writing a large file.
+
+        Raises:
+            CheckpointError: the key ``failed`` appeared, or nothing did within the longest wait.
+        """
+        pause, end = _FIRST_PAUSE_S, time.monotonic() + LONGEST_WAIT_S
+        while not store.check([key]):
+            if failed and store.check([failed]):
+                raise CheckpointError(f"rank 0 failed: {store.get(failed).decode()}", code="checkpoint.rank-failed")
+            if time.monotonic() > end:
+                text = f"a rank waited {LONGEST_WAIT_S:.0f} s for the others"
+                raise CheckpointError(text, code="checkpoint.rank-timeout")
+            time.sleep(pause)
+            pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+class RankTurns:
+    """Calls of rank 0 to other ranks, which wait for them without a collective; see :meth:`StoreBarrier.turns`."""
+
+    def __init__(self, barrier: StoreBarrier, rank: int, key: str) -> None:
+        self._barrier = barrier
+        self._rank = rank
+        self._key = key
+        self._taken = 0
+
+    def call(self, rank: int) -> None:
+        """Rank 0: release a rank from the barrier."""
+        store = _get_default_store()
+        store.set(f"{self._key}/{rank}/{store.add(f'{self._key}/{rank}', 1)}", "")
+
+    def fail(self, reason: str) -> None:
+        """Rank 0: no turns follow; the other ranks raise ``reason``."""
+        _get_default_store().set(f"{self._key}/failed", reason)
+
+    def wait(self) -> None:
+        """Wait until rank 0 releases this rank; raises if rank 0 failed, or did not within the longest wait."""
+        self._taken += 1
+        store, key = _get_default_store(), f"{self._key}/{self._rank}/{self._taken}"
+        self._barrier.wait_for_key(store, key, f"{self._key}/failed")
+        store.delete_key(key)
+
+
+_torch: Any = distributed_c10d
+_gloo: Any = ProcessGroupGloo  # torch's type stubs lack its options
+_INTERFACE = "GLOO_SOCKET_IFNAME"
+_devices: dict[str | None, Any] = {}
+
+
+@contextmanager
+def one_gloo_device() -> Iterator[None]:
+    """Let the gloo groups created in the context share this process's device."""
+    _torch.ProcessGroupGloo = _OnSharedDevice
+    try:
+        yield
+    finally:
+        _torch.ProcessGroupGloo = _gloo
+
+
+class _AnyGloo(type):
+    """torch asks whether a group is an instance of the class that creates them."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, ProcessGroupGloo)
+
+
+class _OnSharedDevice(metaclass=_AnyGloo):
+    """Stands for ``ProcessGroupGloo`` while torch creates a group."""
+
+    def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = _gloo._Options()
+        options._devices = [_device()]
+        options._timeout = timeout
+        return _gloo(store, rank, size, options)
+
+
+def _device() -> Any:
+    """Return the device of the network interface that the environment names; torch reads it for each group.
+
+    Groups connect when they are created, also with ``TORCH_GLOO_LAZY_INIT=1``: groups that share a device and connect
+    at their first call hang (torch 2.13, all-reduce over Megatron's embedding group).
+    """
+    interface = os.environ.get(_INTERFACE)
+    if interface not in _devices:
+        _devices[interface] = _gloo.create_default_device(lazy_init=False)
+    return _devices[interface]

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from megarl.models import ModelConfig
 from megarl.models.delta_rule import ChunkPlan
+from megarl.models.functional import dot_product_attention, masked_sink_attention, sink_attention
 from megarl.models.rope import softmax_scale
-from megarl.models.sink_attention import masked_sink_attention, sink_attention
-from megarl.models.torch_attention import dot_product_attention
 from megarl.rollout.embedded.delta_states import DeltaStates, TokenInputs
 
 # Widths are multiples of this many tokens: a change of width moves all tokens.
@@ -162,7 +161,7 @@ class Attention(Protocol):
             queries: ``[tokens, heads, key_dim]``.
             keys: ``[tokens, kv_heads, key_dim]``.
             values: ``[tokens, kv_heads, key_dim]``; None = the first elements of the keys (latent attention).
-            sinks: ``[heads]``, see :mod:`megarl.models.sink_attention`; None without sinks.
+            sinks: ``[heads]``, see :mod:`megarl.models.functional`; None without sinks.
 
         Returns:
             ``[tokens, heads * value_dim]``.
