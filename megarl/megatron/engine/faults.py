@@ -1,4 +1,14 @@
-"""Diagnosis of skipped steps: samples and parameters with non-finite values."""
+"""Faults of a step: non-finite values, whose samples and parameters are named, and passes out of device memory.
+
+A rank that runs out of memory leaves its pass, while its peers may wait for it in a collective. All ranks vote whether
+the pass is repeated, which is possible only if no rank waits:
+
+- Data-parallel ranks compute alone until their gradients are summed. They vote before that sum; if it overlaps with
+  the backward pass, before the last micro-batch.
+- Ranks that share layers or sequences (tensor, context, expert parallelism) must have left the pass between the same
+  two collectives. They compare how many collectives each process group has started.
+- Pipeline stages wait for each other's activations, so nothing is repeated.
+"""
 
 from __future__ import annotations
 
@@ -8,7 +18,6 @@ import time
 from collections import defaultdict
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
-from functools import partial
 from typing import Any, NamedTuple, TypeVar
 
 import torch
@@ -23,9 +32,12 @@ from megarl.megatron.runtime.process_groups import Runtime
 
 SHOWN = 8
 """Number of samples that a message names; the rest are counted."""
-
 Describe = Callable[[int, int], str]
 """Names a sample by its micro-batch and its row there."""
+PEERS_WAIT_S = 30.0
+"""Seconds in which peers that share layers must run out of memory too; otherwise they wait in a collective."""
+_PAUSE_S = 0.02
+_T = TypeVar("_T")
 
 
 @dataclass
@@ -51,9 +63,14 @@ class FaultWatch:
         """Record the next micro-batch: outputs ``[response tokens, ...]`` each, and response tokens by row."""
         tensors = [output for output in outputs if isinstance(output, Tensor) and output.is_floating_point()]
         record = _MicroBatchRecord(loss.detach(), tuple(tensor.detach() for tensor in tensors), tuple(rows))
+
+        def keep(grad: Tensor | None) -> None:
+            if grad is not None:  # else the loss does not read this output
+                record.grads.append(grad.detach())
+
         for tensor in tensors:
             if tensor.requires_grad:
-                tensor.register_hook(partial(_keep, record.grads))
+                tensor.register_hook(keep)
         self._records.append(record)
 
     def findings(self, params: Mapping[str, nn.Parameter], describe: Describe) -> RankFaults:
@@ -73,7 +90,8 @@ class FaultWatch:
             if not samples:
                 size, row = _largest(record)
                 largest = max(largest, (size, describe(number, row)))
-        names = [name for name, param in params.items() if not _finite(getattr(param, "main_grad", None))]
+        main_grads = {name: getattr(param, "main_grad", None) for name, param in params.items()}
+        names = [name for name, grad in main_grads.items() if grad is not None and not grad.isfinite().all()]
         return RankFaults(samples, largest, names)
 
 
@@ -81,7 +99,7 @@ class RankFaults(NamedTuple):
     """Non-finite values of a skipped step on one rank.
 
     Attributes:
-        samples: non-finite quantity, by the sample's description.
+        samples: non-finite quantity by sample.
         largest: largest absolute gradient of a log-prob or value, and its sample.
         parameters: parameters with a non-finite gradient, in the order of the forward pass.
     """
@@ -110,11 +128,9 @@ class SkipReport(NamedTuple):
     def describe(self) -> str:
         """Describe the report in two sentences."""
         if self.samples:
-            shown = [f"{sample} ({quantity})" for sample, quantity in list(self.samples.items())[:SHOWN]]
-            rest = len(self.samples) - len(shown)
-            text = (
-                f"not finite for {len(self.samples)} samples: {', '.join(shown)}{f' and {rest} more' if rest else ''}."
-            )
+            named = ", ".join(f"{sample} ({quantity})" for sample, quantity in list(self.samples.items())[:SHOWN])
+            more = f" and {len(self.samples) - SHOWN} more" if len(self.samples) > SHOWN else ""
+            text = f"not finite for {len(self.samples)} samples: {named}{more}."
         else:
             size, sample = self.largest
             text = "every loss, log-prob and value, and their gradients, were finite"
@@ -143,11 +159,6 @@ def skip_report(findings: RankFaults) -> SkipReport:
     return SkipReport(samples, largest, first, tuple(holders.get(first, ())), len(holders))
 
 
-def _keep(grads: list[Tensor], grad: Tensor | None) -> None:
-    if grad is not None:  # the loss does not read this output
-        grads.append(grad.detach())
-
-
 def _rows_with(tensors: Sequence[Tensor], rows: Sequence[int]) -> list[int]:
     """Rows with a non-finite value in some tensor."""
     bad = torch.zeros(sum(rows), dtype=torch.bool)
@@ -166,10 +177,6 @@ def _largest(record: _MicroBatchRecord) -> tuple[float, int]:
     return max((size, row) for row, size in enumerate(per_row))
 
 
-def _finite(grad: Tensor | None) -> bool:
-    return grad is None or bool(grad.isfinite().all())
-
-
 def _depth(name: str) -> int:
     """Position of a parameter in the forward pass: embedding, layer by layer, output."""
     if name.startswith("decoder.layers."):
@@ -177,18 +184,12 @@ def _depth(name: str) -> int:
     return -1 if name.startswith("embedding.") else 1_000_000
 
 
-PEERS_WAIT_S = 30.0
-"""Seconds in which peers that share layers must run out of memory too; otherwise they wait in a collective."""
-_PAUSE_S = 0.02
-_T = TypeVar("_T")
-
-
 class DeviceMemoryError(MegarlError):
     """A rank ran out of device memory in a pass of the model.
 
     Attributes:
-        repeatable: the error was raised on all ranks, and each can repeat the pass. Otherwise peers may hang in a
-            collective, and the process must end.
+        repeatable: all ranks raised the error and can repeat the pass. Otherwise peers may hang in a collective, and
+            the process must end.
     """
 
     def __init__(self, message: str, *, repeatable: bool) -> None:
@@ -201,29 +202,28 @@ class OutOfMemoryVote:
 
     def __init__(self, runtime: Runtime, *, enabled: bool) -> None:
         self._runtime = runtime
-        self._obstacle = _obstacle(runtime, enabled)
+        # Why no pass of the role can be repeated; empty if there is no reason.
+        self._obstacle = "pipeline stages wait for each other" if runtime.layout.pp > 1 else ""
+        if not enabled:
+            self._obstacle = "trainer.repeat_out_of_memory is false"
         self._peers_wait_s = PEERS_WAIT_S
         self._has_voted = False
         self._random_states: _RandomStates
-
-    @property
-    def _votes(self) -> bool:
-        return not self._obstacle
 
     def run(self, action: Callable[[], _T], clean_up: Callable[[], None], *, gathers_weights: bool) -> _T:
         """Run a pass; every rank of the role must call this in the same order. Communicates.
 
         Args:
             action: the pass; calls :meth:`agree` before peers depend on this rank, if that is before its end.
-            clean_up: drops references to activations after an interrupted pass.
-            gathers_weights: the pass gathers the weights of the last step over data-parallel ranks, which would wait
-                for a rank that left.
+            clean_up: drops an interrupted pass's references to activations.
+            gathers_weights: the pass gathers the last step's weights over data-parallel ranks, which would wait for a
+                rank that left.
 
         Raises:
             DeviceMemoryError: a rank ran out of device memory.
         """
         self._has_voted = False
-        if self._votes:
+        if not self._obstacle:
             self._random_states = _RandomStates(self._runtime.device)
         try:
             result = action()
@@ -237,7 +237,7 @@ class OutOfMemoryVote:
 
     def agree(self) -> None:
         """Vote that this rank had enough memory; raises if another had not. Communicates once per pass."""
-        if self._votes and not self._has_voted:
+        if not self._obstacle and not self._has_voted:
             self._has_voted = True
             if self._vote(failed=False):
                 self._random_states.restore()
@@ -270,13 +270,16 @@ class OutOfMemoryVote:
 
     def _peers_left_alike(self) -> bool:
         """Whether the ranks that this pass communicates with have left it as well, between the same collectives."""
-        peers = [rank for rank in self._peers() if rank != self._runtime.rank]
+        layout, own_rank, dp = self._runtime.layout, self._runtime.rank, self._runtime.coordinate.dp
+        # Experts are shared across data-parallel ranks.
+        peers = [r for r in range(layout.world_size) if layout.ep > 1 or layout.coordinate(r).dp == dp]
+        peers.remove(own_rank)
         if not peers:
             return True
         own = {group.group_name: _collectives(group) for group in _world.pg_map}
         # Each pass ends with a collective of all ranks, the vote: their number identifies the pass.
         store, prefix = _get_default_store(), f"megarl/out_of_memory/{_collectives(dist.group.WORLD)}"
-        store.set(f"{prefix}/{self._runtime.rank}", json.dumps(own))
+        store.set(f"{prefix}/{own_rank}", json.dumps(own))
         keys, end = [f"{prefix}/{rank}" for rank in peers], time.monotonic() + self._peers_wait_s
         while not store.check(keys):
             if time.monotonic() > end:
@@ -284,21 +287,6 @@ class OutOfMemoryVote:
             time.sleep(_PAUSE_S)
         others = [json.loads(store.get(key)) for key in keys]
         return all(own[name] == other[name] for other in others for name in own.keys() & other.keys())
-
-    def _peers(self) -> list[int]:
-        """Ranks that this rank communicates with in a forward or backward pass, itself included."""
-        layout = self._runtime.layout
-        ranks = range(layout.world_size)
-        if layout.ep > 1:  # experts are shared across data-parallel ranks
-            return list(ranks)
-        return [rank for rank in ranks if layout.coordinate(rank).dp == self._runtime.coordinate.dp]
-
-
-def _obstacle(runtime: Runtime, enabled: bool) -> str:
-    """The reason why no pass of a role can be repeated; empty if there is none."""
-    if not enabled:
-        return "trainer.repeat_out_of_memory is false"
-    return "pipeline stages wait for each other" if runtime.layout.pp > 1 else ""
 
 
 def _collectives(group: Any) -> int:

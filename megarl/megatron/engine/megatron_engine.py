@@ -51,8 +51,8 @@ TrainedCopy = HostCopy | dict[str, Tensor]
 """A copy of weights, or of adapters by name, in host memory."""
 LossFunction = Callable[[Any, PackedMicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
 """Computes this micro-batch's share of the global loss, already divided by global counts, and its metrics, which are
-summed over micro-batches and data-parallel ranks. Called on the last stage, with the same result on each tensor-parallel
-rank and the micro-batch on the device of the outputs.
+summed over micro-batches and data-parallel ranks. Called on the last stage, with the same result on each
+tensor-parallel rank and the micro-batch on the device of the outputs.
 """
 
 

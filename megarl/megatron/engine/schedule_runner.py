@@ -1,4 +1,5 @@
-"""Passes of a model through Megatron's pipeline schedule, over packed micro-batches, and the schedule's hooks.
+"""Passes of a model through Megatron's pipeline schedule, over packed micro-batches, and the schedule's hooks: gradient
+sums, exchange between stages, timeline spans.
 
 The next micro-batch is prepared on the host while the device computes the current one.
 """
@@ -40,6 +41,13 @@ from megarl.megatron.runtime import cuda_on_cpu
 from megarl.megatron.runtime.process_groups import Runtime
 from megarl.tracing import TRACER, span
 
+_SPAN_NAMES = {
+    "forward-compute": "forward",
+    "backward-compute": "backward",
+    "forward-backward": "micro-batches",
+    "all-grads-sync": "sum gradients",
+}
+
 
 def wrap_data_parallel(
     stage: StageModel, options: OptimizerOptions, overlap: OverlapOptions, vote: OutOfMemoryVote
@@ -47,7 +55,7 @@ def wrap_data_parallel(
     """Wrap the chunks of a stage for the sum of their gradients over data-parallel ranks.
 
     Args:
-        stage: this rank's chunks; the hooks of the schedule are set in their config.
+        stage: this rank's chunks; the schedule's hooks are set in their config.
         vote: votes before the sum, in which other ranks wait for this one.
     """
     config = stage.chunks[0].config
@@ -63,19 +71,17 @@ def wrap_data_parallel(
         DistributedDataParallel(config, ddp, chunk, disable_bucketing=number > 0)
         for number, chunk in enumerate(stage.chunks)
     ]
-    config.finalize_model_grads_func = partial(_sum_model_grads, vote)
+
+    def sum_gradients(chunks: list[Any], num_tokens: Tensor | None = None, **more: Any) -> None:
+        """Megatron's ``finalize_model_grads`` without its division by a token count: losses are already normalized."""
+        vote.agree()
+        finalize_model_grads(chunks, None, **more)
+
+    config.finalize_model_grads_func = sum_gradients
     if overlap.grad_reduce:
         scopes = [chunk.no_sync for chunk in chunks]
         config.no_sync_func = scopes if len(scopes) > 1 else scopes[0]
     return chunks
-
-
-def _sum_model_grads(
-    vote: OutOfMemoryVote, chunks: list[Any], num_tokens: Tensor | None = None, **options: Any
-) -> None:
-    """Megarl's ``finalize_model_grads``: no division by a token count, because losses are already normalized."""
-    vote.agree()
-    finalize_model_grads(chunks, None, **options)
 
 
 class ScheduleRunner:
@@ -206,7 +212,7 @@ class ScheduleRunner:
     def _stage_exchange(
         self, micro_batches: Sequence[PackedMicroBatch], forward_only: bool
     ) -> AbstractContextManager[dict[str, Any]]:
-        """Open the exchange between stages for a run of the schedule; yields its arguments, none for one stage."""
+        """Open the stages' exchange for a run of the schedule; yields its arguments, none for one stage."""
         if self._exchange is None:
             return nullcontext({})
         tokens = [part_tokens(micro_batch, self._runtime.layout.cp, self._multiple) for micro_batch in micro_batches]
@@ -236,8 +242,7 @@ class LoadedMicroBatch(NamedTuple):
     """A micro-batch on the device, complete before its forward pass.
 
     Attributes:
-        sequences: its sequence boundaries and rotations, computed once for all layers.
-        whole: the whole micro-batch, to compute its outputs and loss; None for a chunk of layers without outputs.
+        whole: all of it, for outputs and loss; None for a chunk of layers without outputs.
         routed: this rank's tokens as its routers see them; None for a dense model.
     """
 
@@ -271,19 +276,11 @@ class MicroBatchLoader:
             break
 
 
-_SPAN_NAMES = {
-    "forward-compute": "forward",
-    "backward-compute": "backward",
-    "forward-backward": "micro-batches",
-    "all-grads-sync": "sum gradients",
-}
-
-
 class StageExchange(P2PCommunicator):
-    """Exchange of micro-batches of different sizes between pipeline stages that know the sizes in advance.
+    """Exchange of micro-batches of different sizes between pipeline stages.
 
-    Megatron's stages send each tensor's shape before the tensor, and the host waits for it. Here every stage has all
-    micro-batches and the order of the schedule, so it knows the shape of each tensor that arrives.
+    Megatron's stages send each tensor's shape first, and the host waits for it. Here every stage has all micro-batches
+    and the schedule's order, so it knows the shape of each tensor that arrives.
     """
 
     def __init__(self, pp_group: dist.ProcessGroup, config: Any) -> None:
@@ -309,7 +306,6 @@ class StageExchange(P2PCommunicator):
 
         Args:
             tokens: tokens of each micro-batch on a context-parallel rank.
-            forward_only: the run has no backward pass.
         """
         config, rank, last = self.config, self.pp_group.rank(), self.pp_group.size() - 1
         chunks = config.virtual_pipeline_model_parallel_size or 1
@@ -339,19 +335,8 @@ def arrivals(micro_batches: int, chunks: int, stages: int, *, leads: bool) -> li
     return [number for number, chunk in order if not (leads and chunk == chunks - 1)]
 
 
-class ScheduleTimers:
-    """Spans of forward, backward and gradient sums, called as ``config.timers(name).start()`` and ``.stop()``."""
-
-    def __init__(self) -> None:
-        self._timers: dict[str, ScheduleTimer] = {}
-
-    def __call__(self, name: str, log_level: int | None = None) -> ScheduleTimer:
-        """Return the timer of a name; ``log_level`` is ignored."""
-        return self._timers.setdefault(name, ScheduleTimer(_SPAN_NAMES.get(name, name)))
-
-
 class ScheduleTimer:
-    """Spans of one name; may nest."""
+    """Spans of one name, which may nest, as Megatron calls them: ``config.timers(name).start()`` and ``.stop()``."""
 
     def __init__(self, name: str) -> None:
         self._name = name
@@ -371,6 +356,11 @@ class ScheduleTimer:
             self._open.pop().__exit__(None, None, None)
 
 
-def schedule_timers() -> Any:
+def schedule_timers() -> Callable[..., ScheduleTimer] | None:
     """Create timers, which count from 0; None if nothing is traced, so that Megatron skips its calls."""
-    return ScheduleTimers() if TRACER.active else None
+    timers = {name: ScheduleTimer(span_name) for name, span_name in _SPAN_NAMES.items()}
+
+    def timer(name: str, log_level: int | None = None) -> ScheduleTimer:
+        return timers.setdefault(name, ScheduleTimer(name))
+
+    return timer if TRACER.active else None

@@ -82,14 +82,10 @@ def attend(
 
 
 def gather_outputs(outputs: Tensor, part: MicroBatchPart, group: dist.ProcessGroup) -> Tensor:
-    """Gather the outputs of all response tokens of a micro-batch, in its rows' order, on every rank; communicates.
+    """Gather ``[this rank's response tokens, ...]`` to ``[response tokens, ...]``, in row order; communicates.
 
-    Args:
-        outputs: ``[this rank's response tokens, ...]``.
-
-    Returns:
-        ``[response tokens, ...]``. The backward gives a rank the gradient of its entries only: all ranks compute the
-        same loss, and no rank may count another's tokens.
+    The backward gives a rank the gradient of its entries only: all ranks compute the same loss, and no rank may count
+    another's tokens.
     """
     if group.size() == 1 or not part.widest:
         return outputs
@@ -129,10 +125,8 @@ def _attend_to_prefix(
 ) -> Tensor:
     """Attention of the last tokens of each sequence: ``[count, chunk, heads, width]``.
 
-    Args:
-        query: ``[count, heads, chunk, head_dim]``.
-        key: ``[count, key-value heads, seen, head_dim]``; its last ``chunk`` tokens are those of the queries.
-        value: ``[count, key-value heads, seen, width]``.
+    ``query [count, heads, chunk, head_dim]`` attends to ``key [count, key-value heads, seen, head_dim]``, whose last
+    ``chunk`` tokens are the queries', and ``value [count, key-value heads, seen, width]``.
     """
     chunk, seen = query.shape[2], key.shape[2]
     if sinks is not None:
@@ -157,16 +151,15 @@ class MicroBatchPart:
     Attributes:
         tokens: ``[tokens of this rank]`` int64, padding included.
         positions: ``[tokens of this rank]`` int64, position of each in its whole sequence.
-        lengths: tokens of each whole sequence, padding included, in stored order. Every rank has the same share of
-            each.
+        lengths: tokens of each whole sequence, padding included, in stored order; ranks have equal shares of each.
         ends: ``[sequences + 1]`` int32, cumulative sums of the lengths, from 0.
         read_at: ``[n]`` int64, index in ``tokens`` of each output to read. A response token belongs to the rank that
             reads its output; ``n`` is the number of this rank's response tokens.
         targets: ``[n]`` int64.
         local_indices: ``[n]`` int64, ascending indices of this rank's response tokens among those of the micro-batch.
         widest: largest number of response tokens of any rank.
-        sources: ``[response tokens]`` int64, index of each of the micro-batch's response tokens in the concatenation of
-            all ranks' outputs, each padded to ``widest``.
+        sources: ``[response tokens]`` int64, index of each of the micro-batch's response tokens in all ranks' outputs,
+            each rank's padded to ``widest``.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
     """
 

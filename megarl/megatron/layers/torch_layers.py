@@ -55,18 +55,40 @@ class PackedSequences(PackedSeqParams):
     chunks: ChunkPlan | None = None
 
 
-def build_linear(
-    kind: Any, inputs: int, outputs: int, config: TransformerConfig, tp_group: dist.ProcessGroup, **options: Any
-) -> Any:
-    """Build one of Megatron's linear layers without bias."""
-    return build_module(kind, inputs, outputs, config=config, bias=False, is_expert=False, tp_group=tp_group, **options)
+@dataclass
+class AttentionParts:
+    """The layers of attention that differ between Megatron's and Transformer Engine's specifications.
+
+    ``column`` is a column-parallel linear layer without a norm.
+    """
+
+    column: Any = None
+    row: Any = None
+    core_attention: Any = None
+
+    def linear(
+        self, inputs: int, outputs: int, config: TransformerConfig, group: dist.ProcessGroup, *, row: bool = False
+    ) -> Any:
+        """Build a column- or row-parallel linear layer without bias."""
+        options: dict[str, Any] = {"gather_output": False, "skip_bias_add": False, "init_method": config.init_method}
+        if row:
+            init = config.output_layer_init_method
+            options = {"input_is_parallel": True, "skip_bias_add": True, "init_method": init}
+        kind = self.row if row else self.column
+        return build_module(
+            kind, inputs, outputs, config=config, bias=False, is_expert=False, tp_group=group, **options
+        )
+
+
+def recomputes_attention(module: nn.Module, config: TransformerConfig) -> bool:
+    """Return whether a module computes its attention again in the backward (``recompute_modules=[core_attn]``)."""
+    return module.training and config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension (https://arxiv.org/abs/1910.07467), computed in float32.
 
-    Under sequence parallelism each rank norms its part of the sequence; the mark on the weight makes Megatron sum its
-    gradients.
+    Under sequence parallelism each rank norms its part of the sequence; the weight's mark makes Megatron sum gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:

@@ -1,10 +1,12 @@
-"""Process groups of a role: gloo on CPU or NCCL on CUDA, and collective steps of all ranks.
+"""Process groups of a role: gloo on CPU or NCCL on CUDA, collective steps of all ranks, and waits without a collective.
 
-The only module that chooses backend and device.
+The only module that chooses backend and device. NCCL aborts a rank that waits in a collective beyond the timeout of its
+process group, but files take as long as the storage needs: ranks meet at the rendezvous store first (``StoreBarrier``).
 """
 
 from __future__ import annotations
 
+import functools
 import gc
 import itertools
 import logging
@@ -47,7 +49,11 @@ with cuda_on_cpu.lean_import():
 logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
-# Names and largest value as in glibc's malloc.h.
+LONGEST_WAIT_S = 24 * 3600.0
+"""A wait ends with an error after a day; a dead rank ends the job earlier."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
+_torch: Any = distributed_c10d
+_gloo: Any = ProcessGroupGloo  # torch's type stubs lack its options
 _T = TypeVar("_T")
 
 
@@ -106,7 +112,7 @@ def init_runtime(
     """Join the process group of a role and set Megatron's parallel state; once per process.
 
     Args:
-        master_port: free port there; rank 0 listens on it, on this address only.
+        master_port: free port; rank 0 listens on it, on ``master_addr`` only.
         device: ``cpu``, ``cuda`` or ``auto`` (CUDA if available).
         seed: seed of the role; tensor-parallel ranks and stages derive theirs from it like Megatron.
         timeout_s: seconds after which an incomplete collective fails; reading and writing files may take longer.
@@ -217,76 +223,61 @@ def gather_apply_scatter(runtime: Runtime, value: Any, action: Callable[[list[An
     Raises:
         CheckpointError: on every rank, if ``action`` raised.
     """
-    size = runtime.layout.world_size
-    values: list[Any] | None = [None] * size if runtime.rank == 0 else None
+    values: list[Any] | None = [None] * runtime.layout.world_size if runtime.rank == 0 else None
     dist.gather_object(value, values, dst=0)
-    results: list[Any] = [None] * size
-
-    def run() -> None:
-        if values is not None:
-            results[:] = action(values)
-
-    all_ranks_or_raise(runtime, run, doing)
+    results = all_ranks_or_raise(runtime, lambda: None if values is None else list(action(values)), doing)
     received: list[Any] = [None]
-    dist.scatter_object_list(received, results if runtime.rank == 0 else None, src=0)
+    dist.scatter_object_list(received, results, src=0)
     part: _T = received[0]
     return part
 
 
-LONGEST_WAIT_S = 24 * 3600.0
-"""A wait ends with an error after a day; a dead rank ends the job earlier."""
-_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
-
-
+@dataclass(frozen=True)
 class StoreBarrier:
     """Lets all ranks of a role wait for each other, or for their turn, without a collective.
 
     All ranks must make the same calls in the same order.
     """
 
-    def __init__(self, rank: int, size: int) -> None:
-        self._rank = rank
-        self._size = size
-        self._numbers = itertools.count()
+    rank: int
+    size: int
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
 
     def wait_for_all(self) -> None:
         """Wait until every rank has called this; raises CheckpointError after the longest wait."""
         key = f"megarl/all/{next(self._numbers)}"
-        if self._size > 1:
+        if self.size > 1:
             store = _get_default_store()
-            if store.add(f"{key}/arrived", 1) == self._size:
+            if store.add(f"{key}/arrived", 1) == self.size:
                 store.set(f"{key}/done", "")
-            self.wait_for_key(store, f"{key}/done")
+            _wait_for_key(store, f"{key}/done")
 
     def turns(self) -> RankTurns:
         """Create a series of turns, in which rank 0 calls the other ranks one after the other."""
-        return RankTurns(self, self._rank, f"megarl/turns/{next(self._numbers)}")
+        return RankTurns(self.rank, f"megarl/turns/{next(self._numbers)}")
 
-    def wait_for_key(self, store: dist.Store, key: str, failed: str = "") -> None:
-        """Wait for a key; the pauses grow, because the other rank may be writing a large file.
 
-        Raises:
-            CheckpointError: the key ``failed`` appeared, or nothing did within the longest wait.
-        """
-        pause, end = _FIRST_PAUSE_S, time.monotonic() + LONGEST_WAIT_S
-        while not store.check([key]):
-            if failed and store.check([failed]):
-                raise CheckpointError(f"rank 0 failed: {store.get(failed).decode()}", code="checkpoint.rank-failed")
-            if time.monotonic() > end:
-                text = f"a rank waited {LONGEST_WAIT_S:.0f} s for the others"
-                raise CheckpointError(text, code="checkpoint.rank-timeout")
-            time.sleep(pause)
-            pause = min(2 * pause, _LONGEST_PAUSE_S)
+def _wait_for_key(store: dist.Store, key: str, failed: str = "") -> None:
+    """Wait for a key; raise CheckpointError if the key ``failed`` appears, or nothing does within the longest wait.
+
+    The pauses grow, because the other rank may be writing a large file.
+    """
+    pause, end = _FIRST_PAUSE_S, time.monotonic() + LONGEST_WAIT_S
+    while not store.check([key]):
+        if failed and store.check([failed]):
+            raise CheckpointError(f"rank 0 failed: {store.get(failed).decode()}", code="checkpoint.rank-failed")
+        if time.monotonic() > end:
+            text = f"a rank waited {LONGEST_WAIT_S:.0f} s for the others"
+            raise CheckpointError(text, code="checkpoint.rank-timeout")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
 
 
 class RankTurns:
     """Calls of rank 0 to other ranks, which wait for them without a collective; see :meth:`StoreBarrier.turns`."""
 
-    def __init__(self, barrier: StoreBarrier, rank: int, key: str) -> None:
-        self._barrier = barrier
-        self._rank = rank
-        self._key = key
-        self._taken = 0
+    def __init__(self, rank: int, key: str) -> None:
+        self._rank, self._key, self._taken = rank, key, 0
 
     def call(self, rank: int) -> None:
         """Rank 0: release a rank from the barrier."""
@@ -301,19 +292,17 @@ class RankTurns:
         """Wait until rank 0 releases this rank; raises if rank 0 failed, or did not within the longest wait."""
         self._taken += 1
         store, key = _get_default_store(), f"{self._key}/{self._rank}/{self._taken}"
-        self._barrier.wait_for_key(store, key, f"{self._key}/failed")
+        _wait_for_key(store, key, f"{self._key}/failed")
         store.delete_key(key)
-
-
-_torch: Any = distributed_c10d
-_gloo: Any = ProcessGroupGloo  # torch's type stubs lack its options
-_INTERFACE = "GLOO_SOCKET_IFNAME"
-_devices: dict[str | None, Any] = {}
 
 
 @contextmanager
 def one_gloo_device() -> Iterator[None]:
-    """Let the gloo groups created in the context share this process's device."""
+    """Let the gloo groups created in the context share this process's network device.
+
+    By default each group creates its own: a listening socket and a thread that wakes up a hundred times a second.
+    Megatron creates more than fifteen groups per process.
+    """
     _torch.ProcessGroupGloo = _OnSharedDevice
     try:
         yield
@@ -333,18 +322,16 @@ class _OnSharedDevice(metaclass=_AnyGloo):
 
     def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
         options = _gloo._Options()
-        options._devices = [_device()]
+        options._devices = [_gloo_device(os.environ.get("GLOO_SOCKET_IFNAME"))]
         options._timeout = timeout
         return _gloo(store, rank, size, options)
 
 
-def _device() -> Any:
-    """Return the device of the network interface that the environment names; torch reads it for each group.
+@functools.cache
+def _gloo_device(interface: str | None) -> Any:
+    """The device of a network interface, which torch reads from the environment for each group.
 
     Groups connect when they are created, also with ``TORCH_GLOO_LAZY_INIT=1``: groups that share a device and connect
     at their first call hang (torch 2.13, all-reduce over Megatron's embedding group).
     """
-    interface = os.environ.get(_INTERFACE)
-    if interface not in _devices:
-        _devices[interface] = _gloo.create_default_device(lazy_init=False)
-    return _devices[interface]
+    return _gloo.create_default_device(lazy_init=False)

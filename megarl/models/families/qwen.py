@@ -23,12 +23,7 @@ _QWEN2 = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.QKV_BIAS, d.MLP_NORM
 _QWEN3 = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.Q_NORM, d.K_NORM, d.MLP_NORM, d.GATE_UP, d.DOWN)
 _EXPERTS = d.experts_of("mlp")
 _SHARED_EXPERT = (*d.shared_experts_of("mlp.shared_expert"), d.SHARED_EXPERT_GATE)
-_ATTENTION = (
-    d.ATTENTION_OUTPUT._replace(when=d.in_attention_layers),
-    d.GATED_QKV_WEIGHT,
-    d.Q_NORM._replace(when=d.in_attention_layers),
-    d.K_NORM._replace(when=d.in_attention_layers),
-)
+_ATTENTION = (d.ATTENTION_OUTPUT, d.GATED_QKV_WEIGHT, d.Q_NORM, d.K_NORM)
 _BY_HEAD = d.gated_delta_net(
     {"in_proj_qkvz.weight": ("linear_qkvz", "hidden")},
     {"in_proj_ba.weight": ("linear_ba", "hidden")},
