@@ -157,22 +157,23 @@ def _summed_over_heads(left: Tensor, right: Tensor, groups: int) -> Tensor:
     return left.transpose(-1, -2) @ right
 
 
-def dot_product_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None, is_causal: bool, scale: float | None
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, scale: float | None = None
 ) -> Tensor:
-    """Compute attention with grouped queries.
+    """Compute torch's scaled dot-product attention with grouped queries.
 
     Args:
         query: ``[sequences, heads, tokens, head_dim]``.
         key: ``[sequences, key-value heads, earlier tokens, head_dim]``.
         value: like ``key``; its last dimension may differ.
-        mask: added to the scores, or one of ``torch.nn.attention.bias``; None without one.
-        is_causal: whether a token attends to itself and earlier ones only; not with a mask.
+        mask: added to the scores, or one of ``torch.nn.attention.bias``; None = causal for as many queries as keys,
+            else every query attends to every key.
         scale: of the scores; None = ``head_dim ** -0.5``.
 
     Returns:
         ``[sequences, heads, tokens, value's last dimension]``.
     """
+    is_causal = mask is None and query.shape[2] == key.shape[2]
     if query.shape[1] != key.shape[1] and lacks_grouped_kernel(query, value, mask):
         key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
     with sdpa_kernel(GPU_KERNELS) if query.is_cuda else nullcontext():

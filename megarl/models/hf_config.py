@@ -109,8 +109,8 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
     """Check that a parallel layout fits a model.
 
     Args:
-        field: the config group of the layout, such as ``actor_rollout_ref.actor.megatron``.
-        of_engine: it is the layout of a rollout engine.
+        field: the layout's config group, such as ``actor_rollout_ref.actor.megatron``.
+        of_engine: it is a rollout engine's layout.
 
     Raises:
         ConfigError: a parallel size does not divide the model; names the key, its value and the valid choices.

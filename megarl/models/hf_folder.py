@@ -43,24 +43,27 @@ _HEAD_ALIASES = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
 
 
 class TensorEntry(NamedTuple):
-    """Location and header entry of a stored tensor."""
+    """Location and header entry of a stored tensor.
+
+    Attributes:
+        dtype: safetensors' name, such as ``BF16``.
+        stored_as: the tensor's name in the file, if it differs.
+        offset: first byte of its elements in the file.
+        expert: its index in the file's tensor of all experts, whose other dimensions are in reverse order; None without
+            such a tensor.
+        whole: the file's tensor of all experts.
+        scales: the file's scales of all experts, if ``whole`` has blocks in MXFP4; elements are then read as ``BF16``.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """Safetensors' dtype name, such as ``BF16``."""
     stored_as: str = ""
-    """The tensor's name in the file, if it differs."""
     offset: int = 0
-    """First byte of its elements in the file."""
     nbytes: int = 0
-    """Bytes of its elements."""
     expert: int | None = None
-    """Its index in the file's tensor of all experts, whose other dimensions are in reverse order; None = no index."""
     whole: TensorEntry | None = None
-    """The file's tensor of all experts."""
     scales: TensorEntry | None = None
-    """The file's scales of all experts, if ``whole`` has blocks in MXFP4; elements are then read as ``BF16``."""
 
 
 @dataclass(frozen=True)
@@ -75,7 +78,7 @@ class ModelFolder:
 def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> ModelFolder:
     """Check that a folder contains a complete model: config, every shard, every tensor of the right shape.
 
-    It reads JSON headers only, which is fast for any model size; and a stored output layer that is tied.
+    It reads only JSON headers, and a stored output layer that is tied.
 
     Args:
         may_lack_head: the output layer, or the scalar head of a value model, may be absent.
@@ -86,7 +89,7 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
     """
     folder = Path(path)
     config = read_model_config(folder, may_be_bare=may_lack_head)
-    entries = _tensor_entries(folder)
+    entries = tensor_entries(folder, required=True)
     for alias, name in _HEAD_ALIASES.items():  # of a scalar head
         if alias in entries and name not in entries:
             entries[name] = entries.pop(alias)._replace(stored_as=alias)
@@ -213,13 +216,20 @@ def _check_shape(entry: TensorEntry, name: str, shape: tuple[int, ...]) -> None:
         raise ModelError(text, code="model.tensor-shape")
 
 
-def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
+def tensor_entries(folder: Path, *, required: bool = False) -> dict[str, TensorEntry]:
+    """Return a folder's tensors by name, also those outside the model; empty if it has no weights or does not exist.
+
+    Raises:
+        ModelError: a weight file is missing or damaged, or there is none and weights are ``required``.
+    """
     index = folder / INDEX_FILE
     if not index.is_file():
-        if not (folder / SINGLE_FILE).is_file():
-            text = f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
-            raise ModelError(text, code="model.no-weights")
-        return read_header(folder / SINGLE_FILE)
+        if (folder / SINGLE_FILE).is_file():
+            return read_header(folder / SINGLE_FILE)
+        if not required:
+            return {}
+        text = f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+        raise ModelError(text, code="model.no-weights")
     file_of = _read_index(index)
     shards: dict[str, dict[str, TensorEntry]] = {}
     for file in dict.fromkeys(file_of.values()):
@@ -274,34 +284,17 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 def _header_entry(file: Path, name: str, entry: Any, first: int) -> TensorEntry:
     """Check the types of a tensor's entry in the header; ``first`` is the first byte of the data."""
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
-    if not (
-        isinstance(dtype, str)
-        and dtype.isascii()
-        and all(
-            isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
-            for numbers in (shape, offsets)
-        )
-        and len(offsets) == 2
-        and offsets[0] <= offsets[1]
-    ):
+    dtype, *lists = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
+    are_counts = all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in lists)
+    shape, offsets = lists
+    is_named = isinstance(dtype, str) and dtype.isascii()
+    if not (is_named and are_counts and len(offsets) == 2 and offsets[0] <= offsets[1]):
         raise ModelError(
             f"{file} is not a safetensors file: tensor '{name:.80}' has the entry {entry!r:.120}, expected dtype, "
             "shape and data_offsets; download the file again",
             code="model.not-safetensors",
         )
     return TensorEntry(file, tuple(shape), dtype, offset=first + offsets[0], nbytes=offsets[1] - offsets[0])
-
-
-def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return a folder's tensors by name, also those outside the model; empty if it has no weights or does not exist.
-
-    Raises:
-        ModelError: a weight file is missing or damaged.
-    """
-    if not ((folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()):
-        return {}
-    return _tensor_entries(folder)
 
 
 @dataclass(frozen=True)
@@ -325,7 +318,7 @@ class ModelIdentity:
 def identify_model(path: str | Path) -> ModelIdentity:
     """Identify a Hugging Face folder.
 
-    It reads up to 64 KiB of each tensor at evenly spaced places: training changes elements everywhere. The digest does
+    It reads up to 64 KiB of each tensor at evenly spaced offsets: training changes elements everywhere. The digest does
     not depend on the division into files.
 
     Raises:
@@ -336,20 +329,14 @@ def identify_model(path: str | Path) -> ModelIdentity:
     for name, entry in sorted(folder.tensors.items()):
         weights.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
         with entry.file.open("rb") as file:
-            for start, stop in _samples(entry.nbytes):
+            last = entry.nbytes - _SAMPLE_BYTES
+            samples = [(last * n // (_SAMPLES - 1), _SAMPLE_BYTES) for n in range(_SAMPLES)]
+            for start, size in samples if entry.nbytes > _SAMPLES * _SAMPLE_BYTES else [(0, entry.nbytes)]:
                 file.seek(entry.offset + start)
-                weights.update(file.read(stop - start))
+                weights.update(file.read(size))
     described = {key: value for key, value in folder.config.raw.items() if key not in _VOLATILE}
     settings = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
     return ModelIdentity(str(Path(path).absolute()), settings.hexdigest(), weights.hexdigest())
-
-
-def _samples(size: int) -> list[tuple[int, int]]:
-    """Byte ranges to read of a tensor: all of a small one."""
-    if size <= _SAMPLES * _SAMPLE_BYTES:
-        return [(0, size)]
-    last = size - _SAMPLE_BYTES
-    return [(start, start + _SAMPLE_BYTES) for start in (last * n // (_SAMPLES - 1) for n in range(_SAMPLES))]
 
 
 class StackedPart(NamedTuple):

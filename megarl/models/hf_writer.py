@@ -329,7 +329,8 @@ class HFWriter:
                 code="checkpoint.export-incomplete",
             )
         if len(self._unwritten) > 1:
-            self._write_index()
+            file_of = {name: self._file_name(shard) for name, shard in self._shard_of.items()}
+            self._write_json(INDEX_FILE, {"metadata": {"total_size": self._nbytes}, "weight_map": file_of})
         self._write_json("config.json", exported_config(self._config, self._shapes, self._dtype))
         if self._copy_from is not None:
             copy_companions(self._copy_from, self._folder)
@@ -341,16 +342,11 @@ class HFWriter:
 
     def _add_carried(self) -> None:
         """Copy the multi-token prediction layers."""
-        assert self._copy_from is not None or not self._carried
         reader = HFReader(ModelFolder(self._copy_from or Path(), self._config, self._carried))
         for name, entry in self._carried.items():
             zeros = (0,) * len(entry.shape)
             piece = Piece(name, zeros, entry.shape, zeros)
             self.add_piece(piece, reader.read(piece))
-
-    def _write_index(self) -> None:
-        file_of = {name: self._file_name(shard) for name, shard in self._shard_of.items()}
-        self._write_json(INDEX_FILE, {"metadata": {"total_size": self._nbytes}, "weight_map": file_of})
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         (self._folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

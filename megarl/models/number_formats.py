@@ -31,7 +31,7 @@ class BlockwiseFP8(NamedTuple):
     Attributes:
         codes: e4m3 ``[rows, columns]``.
         scales: float32 ``[ceil(rows / 128), ceil(columns / 128)]``.
-        finite: bool scalar on the matrix's device: no weight was infinite or NaN, for which there are no codes.
+        finite: bool scalar on the device: no weight was infinite or NaN, which have no codes.
     """
 
     codes: Tensor
@@ -40,12 +40,9 @@ class BlockwiseFP8(NamedTuple):
 
 
 def quantize_blocks(matrix: Tensor) -> BlockwiseFP8:
-    """Quantize a matrix to blockwise FP8: the largest weight of each block gets the code 448.
+    """Quantize ``matrix [rows, columns]`` to blockwise FP8: the largest weight of each block gets the code 448.
 
     The codes are rounded to nearest, ties to even. A block of zeros has codes 0 and scale 1.
-
-    Args:
-        matrix: ``[rows, columns]``, any floating-point dtype.
     """
     codes = torch.empty_like(matrix, dtype=FP8_DTYPE)
     scales = matrix.new_empty(scales_shape(matrix.shape), dtype=torch.float32)

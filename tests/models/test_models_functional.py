@@ -12,7 +12,7 @@ from torch.nn.attention.bias import causal_lower_right
 from transformers.models.gpt_oss.modeling_gpt_oss import eager_attention_forward
 
 from megarl.models import functional
-from megarl.models.functional import dot_product_attention, lacks_grouped_kernel, masked_sink_attention, sink_attention
+from megarl.models.functional import causal_attention, lacks_grouped_kernel, masked_sink_attention, sink_attention
 
 TOKENS, SEEN = 7, 11
 
@@ -93,13 +93,13 @@ def test_repeated_key_value_heads_equal_grouped_queries(monkeypatch, masked):
     mask = torch.ones(5, 5, dtype=torch.bool).tril(-1).logical_or(torch.eye(5).flip(0).bool()) if masked else None
 
     def attend():
-        return dot_product_attention(query, key, value, mask=mask, is_causal=not masked, scale=0.3)
+        return causal_attention(query, key, value, mask=mask, scale=0.3)
 
     grouped = attend()
     expected = torch.autograd.grad(grouped, (query, key, value), seed)
-    plain = mock.Mock(side_effect=F.scaled_dot_product_attention)
+    plain = mock.Mock(side_effect=F.scaled_causal_attention)
     monkeypatch.setattr(functional, "lacks_grouped_kernel", lambda query, value, mask: True)
-    monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
+    monkeypatch.setattr(F, "scaled_causal_attention", plain)
     repeated = attend()
     assert [heads.shape[1] for heads in plain.call_args.args] == [4, 4, 4]
     torch.testing.assert_close(repeated, grouped)
@@ -114,9 +114,9 @@ def test_gpu_takes_no_kernel_of_cudnn(monkeypatch):
         flags = torch.backends.cuda
         allowed.append((flags.cudnn_sdp_enabled(), flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled()))
 
-    monkeypatch.setattr(F, "scaled_dot_product_attention", choose)
+    monkeypatch.setattr(F, "scaled_causal_attention", choose)
     query = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 2, 3, 8))
     before = torch.backends.cuda.cudnn_sdp_enabled()
-    dot_product_attention(query, query, query, mask=None, is_causal=True, scale=None)
+    causal_attention(query, query, query)
     assert allowed == [(False, True, True)]
     assert torch.backends.cuda.cudnn_sdp_enabled() == before

@@ -110,10 +110,9 @@ class RankFaults(NamedTuple):
 
 
 class SkipReport(NamedTuple):
-    """Non-finite values of a skipped step over all ranks; the same on each.
+    """Non-finite values of a skipped step over all ranks, as in :class:`RankFaults`; the same on each.
 
     Attributes:
-        largest: largest absolute gradient of a log-prob or value, and its sample; used if ``samples`` is empty.
         parameter: the first parameter in the backward pass with a non-finite gradient; empty if there is none.
         ranks: ranks with such a part of it.
         parameters: number of parameters with a non-finite gradient.

@@ -222,8 +222,7 @@ class MegatronEngine:
             micro_batches: the same on each rank of a pipeline; at least one.
 
         Returns:
-            :class:`PolicyOutputs` or :class:`ValueOutputs` per micro-batch, on every rank of the last stage; None on
-            other ranks.
+            :class:`PolicyOutputs` or :class:`ValueOutputs` per micro-batch, on the last stage's ranks; None on others.
         """
         with cuda_on_cpu.active():
             read, run = partial(self._outputs, options), RoutingPass(records=options.record_routes)
@@ -242,8 +241,8 @@ class MegatronEngine:
         """Compute the final hidden states that predict the response tokens, without gradients; communicates.
 
         Returns:
-            ``[response tokens, hidden]`` per micro-batch in host memory, after the final norm, on every rank of the
-            last stage; None on other ranks.
+            ``[response tokens, hidden]`` per micro-batch in host memory, after the final norm, on the last stage's
+            ranks; None on others.
         """
 
         def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
@@ -274,8 +273,8 @@ class MegatronEngine:
             micro_batches: packed with ``at_tokens`` and a column :data:`~megarl.megatron.layers.outputs.POOLED`.
 
         Returns:
-            ``[rows, hidden]`` float32 per micro-batch, after the final norm, on every rank of the last stage; None on
-            other ranks. A row without marked tokens has zeros.
+            ``[rows, hidden]`` float32 per micro-batch, after the final norm, on the last stage's ranks; None on others.
+            A row without marked tokens has zeros.
         """
         return self._read_hidden(micro_batches, partial(mean_of_rows, group=self.runtime.cp_group))
 
@@ -296,11 +295,8 @@ class MegatronEngine:
     ) -> dict[str, float]:
         """Compute the gradient of the global loss, the sum over micro-batches and data-parallel ranks; communicates.
 
-        Drops gradients of an earlier call. The result does not depend on the division of rows into micro-batches, nor
-        on the number of micro-batches per data-parallel rank.
-
-        Returns:
-            The sums of the metrics that ``loss`` returns; the same on every rank.
+        Drops gradients of an earlier call. The result does not depend on how rows are divided into micro-batches and
+        over data-parallel ranks. Returns the sums of the metrics of ``loss``, the same on every rank.
         """
         with cuda_on_cpu.active():
             optimizer = self._need_optimizer()
@@ -319,7 +315,11 @@ class MegatronEngine:
             metrics = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=False, routing=run)
             for chunk in self.chunks:
                 drop_autograd_graphs(chunk)
-            return self._sum_metrics(metrics) | self._expert_metrics()
+            sums = self._sum_metrics(metrics)
+            if self._routing is not None:
+                self._expert_load, expert_metrics = self._routing.sums()
+                sums |= expert_metrics
+            return sums
 
     def _training_pass(self, micro_batches: Sequence[PackedMicroBatch]) -> RoutingPass:
         """The routers' part of a pass with gradients; communicates if there are losses that balance experts."""
@@ -328,13 +328,6 @@ class MegatronEngine:
         lengths = [length for micro_batch in micro_batches for length in micro_batch.lengths]
         sequences, tokens = self.all_reduce_dp(torch.tensor([len(lengths), sum(lengths)])).tolist()
         return RoutingPass(trains=True, sequences=sequences, tokens=tokens)
-
-    def _expert_metrics(self) -> dict[str, float]:
-        """Loads and losses of the experts in the last pass; communicates for a model with experts."""
-        if self._routing is None:
-            return {}
-        self._expert_load, metrics = self._routing.sums()
-        return metrics
 
     def optimizer_step(self) -> StepResult:
         """Clip the gradient and step; skips on every rank if a loss or gradient is not finite. Communicates."""

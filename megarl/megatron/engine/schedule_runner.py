@@ -142,10 +142,10 @@ class ScheduleRunner:
 
         Args:
             micro_batches: the same on each rank of a pipeline; at least one.
-            read: converts the output of the last stage's model.
+            read: converts the output of the last stage's model to a result.
 
         Returns:
-            Results of ``read`` on the last stage, in order.
+            The results on the last stage, in order.
 
         Raises:
             DeviceMemoryError: a rank ran out of memory; on all ranks if the pass can be repeated.

@@ -26,13 +26,12 @@ from torch import Tensor
 
 from megarl.base.errors import DataError
 from megarl.megatron.layers.kernels import (
-    causal_attention,
     fits_packed_attention,
     flash_prefix_attention,
     window_attention,
 )
 from megarl.megatron.layers.packed import PackedMicroBatch, SharedPrompts, copy_to, ranges
-from megarl.models.functional import sink_attention
+from megarl.models.functional import causal_attention, sink_attention
 
 
 def attend(
@@ -71,7 +70,7 @@ def attend(
         keys, values = _in_order(gathered[:, start:stop], count).split([key.shape[-1], value.shape[-1]], dim=-1)
         queries = query[start:stop].unflatten(0, (count, 2, chunk))
         halves = [
-            _attend_to_prefix(
+            attend_to_prefix(
                 queries[:, half].transpose(1, 2), keys[:, :, :seen], values[:, :, :seen], scale, window, sinks
             )
             for half, seen in enumerate(((rank + 1) * chunk, (2 * ranks - rank) * chunk))
@@ -115,7 +114,7 @@ def _in_order(gathered: Tensor, count: int) -> Tensor:
     return torch.cat([early, late.flip(0)]).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def _attend_to_prefix(
+def attend_to_prefix(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -123,7 +122,7 @@ def _attend_to_prefix(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of the last tokens of each sequence: ``[count, chunk, heads, width]``.
+    """Compute causal attention of the last tokens of each sequence: ``[count, chunk, heads, width]``.
 
     ``query [count, heads, chunk, head_dim]`` attends to ``key [count, key-value heads, seen, head_dim]``, whose last
     ``chunk`` tokens are the queries', and ``value [count, key-value heads, seen, width]``.
@@ -234,17 +233,6 @@ def context_parallel_part(
         widest=widest,
         sources=sources,
     )
-
-
-def stored_indices(micro_batch: PackedMicroBatch, ranks: int = 1, rank: int = 0, multiple: int = 1) -> Tensor:
-    """Return a part's micro-batch indices, -1 for padding; arguments of :func:`context_parallel_part`."""
-    count = micro_batch.num_tokens
-    if micro_batch.shared is not None:
-        return torch.cat([torch.arange(count), torch.full((-count % multiple,), -1)])
-    lengths = padded_lengths(micro_batch.lengths, ranks, multiple)
-    indices = torch.full((sum(lengths),), -1)
-    indices[ranges([0, *accumulate(lengths)][: len(micro_batch.lengths)], micro_batch.lengths)] = torch.arange(count)
-    return indices[rank_indices(lengths, ranks, rank)]
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:

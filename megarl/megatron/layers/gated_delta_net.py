@@ -135,11 +135,9 @@ class GatedDeltaNet(nn.Module):
 def in_rule_kernel(
     kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, b: Tensor, ends: Tensor
 ) -> Tensor:
-    """Compute the delta rule in flash-linear-attention's kernel.
+    """Compute :func:`~megarl.models.delta_rule.chunked_delta_rule` in flash-linear-attention's kernel.
 
-    Args:
-        query: see :func:`~megarl.models.delta_rule.chunked_delta_rule` for this and the next ones.
-        ends: ``[sequences + 1]`` int32, cumulative sums of the sequences' lengths, from 0.
+    ``ends [sequences + 1]`` int32 are cumulative sequence lengths, from 0.
     """
     shared = value.shape[1] // key.shape[1]
     # Earlier releases need as many keys as values.

@@ -26,7 +26,7 @@ from torch import Tensor
 from megarl.base.compilers import fusion_error
 from megarl.megatron.runtime.versions import has_transformer_engine
 from megarl.models import ModelConfig
-from megarl.models.functional import dot_product_attention
+from megarl.models.functional import causal_attention
 
 logger = logging.getLogger(__name__)
 
@@ -139,25 +139,6 @@ def check_fusions(config: TransformerConfig, device: torch.device) -> None:
         if dist.get_rank() == 0:
             reason = f"rank {failed[0]}: {errors[failed[0]]}"
             logger.warning("torch cannot compile, so fused operations run one by one (`megarl doctor`); %s", reason)
-
-
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """Compute torch's scaled dot-product attention with grouped queries.
-
-    Args:
-        query: ``[sequences, heads, tokens, head_dim]``.
-        key: ``[sequences, key-value heads, earlier tokens, head_dim]``.
-        value: like ``key``; its last dimension may differ.
-        mask: of the scores; None = causal for as many queries as keys, else every query attends to every key.
-        scale: of the scores; None = ``head_dim ** -0.5``.
-
-    Returns:
-        ``[sequences, heads, tokens, value's last dimension]``.
-    """
-    is_causal = mask is None and query.shape[2] == key.shape[2]
-    return dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
 
 
 def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None = None) -> Tensor:

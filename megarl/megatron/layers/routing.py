@@ -9,6 +9,7 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
@@ -16,8 +17,8 @@ import torch.distributed as dist
 from megatron.core import parallel_state
 from torch import Tensor
 
-from megarl.megatron.layers.context_parallel import stored_indices
-from megarl.megatron.layers.packed import PackedMicroBatch, copy_to
+from megarl.megatron.layers.context_parallel import padded_lengths, rank_indices
+from megarl.megatron.layers.packed import PackedMicroBatch, copy_to, ranges
 from megarl.megatron.runtime.process_groups import Runtime
 from megarl.models.functional import score_experts
 from megarl.models.model_config import Experts
@@ -305,6 +306,13 @@ class Routing:
 
 def local_indices(micro_batch: PackedMicroBatch, runtime: Runtime, multiple: int) -> Tensor:
     """Return the micro-batch index of each token of this rank's routers; -1 for padding."""
-    where = runtime.coordinate
-    indices = stored_indices(micro_batch, runtime.layout.cp, where.cp, multiple)
+    where, ranks, count = runtime.coordinate, runtime.layout.cp, micro_batch.num_tokens
+    if micro_batch.shared is not None:
+        indices = torch.cat([torch.arange(count), torch.full((-count % multiple,), -1)])
+    else:
+        lengths = padded_lengths(micro_batch.lengths, ranks, multiple)
+        padded = torch.full((sum(lengths),), -1)
+        starts = accumulate(lengths[: len(micro_batch.lengths) - 1], initial=0)
+        padded[ranges([*starts], micro_batch.lengths)] = torch.arange(count)
+        indices = padded[rank_indices(lengths, ranks, where.cp)]
     return indices.chunk(multiple)[where.tp % multiple]

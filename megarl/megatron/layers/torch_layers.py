@@ -19,18 +19,15 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.megatron.layers.context_parallel import attend
+from megarl.megatron.layers.context_parallel import attend, attend_to_prefix
 from megarl.megatron.layers.kernels import (
     PackedFlashKernel,
-    causal_attention,
     fits_packed_attention,
     flash_sink_attention,
     packed_attention,
-    window_attention,
 )
 from megarl.megatron.layers.packed import SharedPrompts
 from megarl.models.delta_rule import ChunkPlan
-from megarl.models.functional import sink_attention
 
 
 @dataclass
@@ -227,14 +224,8 @@ class PackedAttention(nn.Module):
         outputs = []
         for run, part in zip(runs, parts, strict=True):
             q, k, v = (heads.unflatten(0, run).transpose(1, 2) for heads in part)
-            if self.softmax_offset is not None:
-                assert self.scale is not None
-                attended = sink_attention(q, k, v, self.softmax_offset, self.scale, self.window)
-            elif self.window is not None and self.window < run[1]:
-                attended = window_attention(q, k, v, self.window, self.scale)
-            else:
-                attended = causal_attention(q, k, v, scale=self.scale)
-            outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+            attended = attend_to_prefix(q, k, v, self.scale, self.window, self.softmax_offset)
+            outputs.append(attended.flatten(2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:

@@ -9,6 +9,7 @@ import importlib
 import logging
 import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
@@ -42,14 +43,6 @@ def submodules_of(spec: Any) -> Any:
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
-class _NoFP8:
-    """Replaces Transformer Engine's state of 8-bit formats if it is not installed."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-
 def patch_megatron_gaps() -> None:
     """Patch the functions that recomputing norms (``recompute_modules=[layernorm]``) needs; once per process.
 
@@ -60,7 +53,7 @@ def patch_megatron_gaps() -> None:
     random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not random.HAVE_TE:
         for name, substitute in (
-            ("FP8GlobalStateManager", _NoFP8),
+            ("FP8GlobalStateManager", SimpleNamespace(is_fp8_enabled=lambda: False)),
             ("fp8_autocast", lambda **_: contextlib.nullcontext()),
             ("activation_recompute_forward", lambda **_: contextlib.nullcontext()),
         ):
