@@ -83,7 +83,7 @@ def quantized_expert_view(
 
 
 def stacked_views(tensors: Mapping[str, TensorView], parts: Mapping[str, StackedPart]) -> dict[str, TensorView]:
-    """Replace the tensors of experts by a file's, in the same order (see ``expert_files.stacked_parts``)."""
+    """Replace the tensors of experts by a file's, in the same order (see ``hf_folder.stacked_parts``)."""
     experts: dict[str, list[TensorView]] = {}
     for name, view in tensors.items():
         if name in parts:

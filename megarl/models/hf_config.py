@@ -238,20 +238,24 @@ def _check_combination(traits: Traits) -> None:
         "sinks": traits.sinks,
         "linear": traits.linear is not None,
     }
-    together, experts, text = [name for name, is_set in latent.items() if is_set], traits.experts, ""
+    together, experts = [name for name, is_set in latent.items() if is_set], traits.experts
     if traits.latent is not None and together:
         text = f"latent attention with {' and '.join(together)} is not supported"
-    elif traits.linear is not None and traits.window is not None:
+        raise ModelError(text, code="model.unsupported-combination")
+    if traits.linear is not None and traits.window is not None:
         text = "gated delta net layers with sliding-window attention are not supported"
-    elif traits.output_bias or (experts is not None and experts.biases):
+        raise ModelError(text, code="model.unsupported-combination")
+    if traits.output_bias or (experts is not None and experts.biases):
         # Megatron has biases on q, k and v, or on all linear layers.
-        whole = experts is not None and experts.biases and all(experts.layers) and not experts.shared_ffn_hidden_size
-        if not (whole and traits.output_bias and traits.qkv_bias):
-            text = "output_bias and biases of experts are supported only together, with qkv_bias, experts in all "
-            text += "layers and no shared experts"
-    if not text and experts is not None and traits.activation != "silu":
+        plain = experts is not None and experts.biases and all(experts.layers) and not experts.shared_ffn_hidden_size
+        if not (plain and traits.output_bias and traits.qkv_bias):
+            raise ModelError(
+                "output_bias and biases of experts are supported only together, with qkv_bias, experts in all layers "
+                "and no shared experts",
+                code="model.unsupported-combination",
+            )
+    if experts is not None and traits.activation != "silu":
         text = f"experts with activation={traits.activation!r} are not supported, only 'silu'"
-    if text:
         raise ModelError(text, code="model.unsupported-combination")
 
 

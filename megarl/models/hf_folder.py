@@ -217,7 +217,7 @@ def _check_shape(entry: TensorEntry, name: str, shape: tuple[int, ...]) -> None:
 
 
 def tensor_entries(folder: Path, *, required: bool = False) -> dict[str, TensorEntry]:
-    """Return a folder's tensors by name, also those outside the model; empty if it has no weights or does not exist.
+    """Return a folder's tensors by name, also those outside the model; empty without weights or folder.
 
     Raises:
         ModelError: a weight file is missing or damaged, or there is none and weights are ``required``.
@@ -347,7 +347,7 @@ class StackedPart(NamedTuple):
 
 
 def stacked_parts(config: ModelConfig) -> dict[str, StackedPart]:
-    """Return each expert tensor's place in the stacked tensors of a file, by its name; empty if no file stacks them."""
+    """Return each expert tensor's place in a file's stacked tensors, by name; empty if files do not stack them."""
     if config.experts is None:
         return {}
     stacked = [declared for declared in family_of(config.architecture).layer if declared.hf[0].stacked]

@@ -94,16 +94,12 @@ def family_of(architecture: str) -> Family:
         ModelError: no family has this architecture; the message lists the known families.
     """
     if architecture not in FAMILIES:
-        raise _no_weight_map(f"architecture '{architecture}' has no weight map")
+        raise ModelError(
+            f"architecture '{architecture}' has no weight map; families with one: {', '.join(known_families())}; "
+            "declare a custom family in a file and name it in external_lib (docs/how_to/add_a_model.md)",
+            code="model.no-weight-map",
+        )
     return FAMILIES[architecture]
-
-
-def _no_weight_map(problem: str) -> ModelError:
-    return ModelError(
-        f"{problem}; families with a weight map: {', '.join(known_families())}; declare a custom family in a file and "
-        "name it in external_lib (docs/how_to/add_a_model.md)",
-        code="model.no-weight-map",
-    )
 
 
 def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
@@ -123,7 +119,11 @@ def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
     elif parts or architecture.endswith("ForConditionalGeneration"):
         kind = f"a multimodal model{f' ({parts[0]})' if parts else ''}"
     elif lacks:
-        raise _no_weight_map(f"architecture '{architecture}' {lacks}")
+        raise ModelError(
+            f"architecture '{architecture}' {lacks}; families with a weight map: {', '.join(known_families())}; "
+            "declare a custom family in a file and name it in external_lib (docs/how_to/add_a_model.md)",
+            code="model.no-weight-map",
+        )
     else:
         return
     raise ModelError(

@@ -309,9 +309,11 @@ def _check_fits(
             pair = shapes.get(name), expected.get(name)
             if pair[0] != pair[1]:
                 saved, here = ("is absent" if shape is None else f"has shape {list(shape)}" for shape in pair)
-                text = f"{kind} of '{name}' {saved} in the checkpoint, {here} here"
-                text = f"checkpoint {folder} is of another model: {text}"
-                raise CheckpointError(text, code="resume.other-model")
+                raise CheckpointError(
+                    f"checkpoint {folder} is of another model: {kind} of '{name}' {saved} in the checkpoint, "
+                    f"{here} here",
+                    code="resume.other-model",
+                )
 
 
 def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> None:

@@ -1,5 +1,4 @@
-"""Passes of a model through Megatron's pipeline schedule, over packed micro-batches, and the schedule's hooks: gradient
-sums, exchange between stages, timeline spans.
+"""Passes through Megatron's pipeline schedule over packed micro-batches, and its hooks: gradients, exchange, spans.
 
 The next micro-batch is prepared on the host while the device computes the current one.
 """

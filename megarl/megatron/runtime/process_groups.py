@@ -1,4 +1,4 @@
-"""Process groups of a role: gloo on CPU or NCCL on CUDA, collective steps of all ranks, and waits without a collective.
+"""Process groups of a role (gloo on CPU or NCCL on CUDA), collective steps, and waits without a collective.
 
 The only module that chooses backend and device. NCCL aborts a rank that waits in a collective beyond the timeout of its
 process group, but files take as long as the storage needs: ranks meet at the rendezvous store first (``StoreBarrier``).
