@@ -18,7 +18,7 @@ FP8_BLOCK = 128
 When = Callable[[ModelConfig, int], bool]
 """Selects the decoder layers of a model that have a parameter."""
 _UNQUANTIZED_ROWS = frozenset({"experts", "one", "linear_ba", "linear_b", "linear_a"})
-"""Rows of small matrices that stay in the engine's dtype: routers, gates of shared experts, decays of delta nets."""
+"""Rows of small matrices in the engine's dtype: routers, shared experts' gates, delta nets' decays."""
 
 
 class Split(Enum):

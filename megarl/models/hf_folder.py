@@ -142,7 +142,7 @@ def _as_float32(values: bytes, dtype: str) -> bytes:
 
 
 def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
-    """Replace tensors of all experts of a layer by one entry per expert, under the names of the weight map."""
+    """Replace tensors of a layer's experts by one entry per expert, under the weight map's names."""
     parts = stacked_parts(config)
     for name, part in parts.items():
         if part.name in tensors:

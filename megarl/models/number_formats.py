@@ -68,7 +68,7 @@ def dequantize_blocks(quantized: BlockwiseFP8, out: Tensor) -> None:
 
 
 def scales_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix, or of matrices stacked along leading dimensions."""
+    """Return the scales' shape for a matrix, or for matrices stacked along leading dimensions."""
     return (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
 
 
@@ -81,7 +81,7 @@ def _blocks(strip: Tensor) -> Tensor:
 
 
 def _strips(shape: torch.Size | tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """Cut a matrix into strips of whole block rows: slices of its rows and of the rows of its scales."""
+    """Cut a matrix into strips of whole block rows: slices of its rows and its scales' rows."""
     rows, columns = shape
     blocks = max(1, _STRIP_ELEMENTS // (columns * FP8_BLOCK))
     firsts = range(0, -(-rows // FP8_BLOCK), blocks)

@@ -75,7 +75,7 @@ class AdapterFolder:
             raise ConfigError(f"{_KEY}={path}: {error.text}", code=error.code) from None
         tensors = {name.removeprefix(PREFIX): entry._replace(stored_as=name) for name, entry in stored.items()}
         self.base_weights = {n.replace(_BASE_WEIGHT, "."): e for n, e in tensors.items() if _is_base_weight(n)}
-        """Copies of the base model's weights: peft adds those of an adapted output layer, and of resized embeddings."""
+        """Copies of base weights: peft adds an adapted output layer and resized embeddings."""
         self.tensors: dict[str, TensorEntry] = {n: e for n, e in tensors.items() if not _is_base_weight(n)}
 
     @property

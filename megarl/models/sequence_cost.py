@@ -39,7 +39,7 @@ class SequenceCost(NamedTuple):
         return costs
 
     def attention(self, length: int) -> float:
-        """Estimate the cost of attention, and of states, within a sequence of ``length`` tokens."""
+        """Estimate a sequence's cost in attention and states, for ``length`` tokens."""
         pairs = self.quadratic * length**2 + self.windowed * squares_in_window(length, self.window)
         return pairs + self.recurrent * length
 

@@ -40,7 +40,7 @@ _CHUNK = {"cpu": 2**18, "cuda": 2**24}
 
 
 def rectangle_checksum(tensor: Tensor, start: Sequence[int], dtype: torch.dtype | None = None) -> int:
-    """Compute the additive checksum of a rectangle of a tensor; checksums of tiles add up to the tensor's.
+    """Compute a rectangle's additive checksum; checksums of tiles add up to the tensor's.
 
     Every 16-bit word of the rectangle is multiplied by a weight that depends on its position in the larger tensor, and
     the products are summed modulo 2**64. One number per shard then compares two layouts of a tensor and detects wrong
@@ -113,9 +113,8 @@ def _row_weights(shape: Sequence[int], start: Sequence[int], device: torch.devic
     """A weight per row: the product of the weights of its index in each dimension except the last."""
     weights = torch.ones(1, dtype=torch.int64, device=device)
     for axis, (count, first) in enumerate(zip(shape, start, strict=True)):
-        weights = torch.outer(
-            weights, _mixed(torch.arange(first, first + count, device=device), axis + 1) | 1
-        ).flatten()
+        of_axis = _mixed(torch.arange(first, first + count, device=device), axis + 1) | 1
+        weights = torch.outer(weights, of_axis).flatten()
     return weights
 
 

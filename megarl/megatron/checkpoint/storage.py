@@ -60,7 +60,7 @@ Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 
 
 class Item(NamedTuple):
-    """A block of the tensor ``key`` of shape ``full_shape``, and the memory of its elements."""
+    """A block of the tensor ``key`` with shape ``full_shape``, and its elements' memory."""
 
     key: str
     full_shape: tuple[int, ...]

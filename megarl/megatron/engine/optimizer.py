@@ -55,7 +55,7 @@ class StepResult(NamedTuple):
 
 
 class Optimizer:
-    """Wrapper of Megatron's optimizer; ``steps``, the number of optimizer steps, is the whole state of the schedule."""
+    """Wrapper of Megatron's optimizer; ``steps``, the optimizer steps, is the schedule's whole state."""
 
     def __init__(self, chunks: Sequence[Any], options: OptimizerOptions, dtype: torch.dtype) -> None:
         self.options = options

@@ -53,7 +53,7 @@ def attend(
         query: ``[tokens of this rank, heads, head_dim]``, rotated, in the order of :func:`rank_indices`.
         key: ``[tokens of this rank, key-value heads, head_dim]``, likewise.
         value: like ``key``; its last dimension may differ.
-        runs: runs of neighbouring whole sequences of equal length: (number of sequences, their length).
+        runs: neighbouring whole sequences with one length: (number of sequences, their length).
         scale: of the scores; None = ``head_dim ** -0.5``.
         window: tokens that a token attends to, itself included; None = all earlier ones.
         sinks: ``[heads]``, see :mod:`megarl.models.functional`; None without sinks.
@@ -184,7 +184,7 @@ class MicroBatchPart:
         return replace(self, **moved, shared=None if self.shared is None else self.shared.to(device))
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Return the runs of neighbouring whole sequences of equal length: (number of sequences, their length)."""
+        """Return runs of neighbouring whole sequences with one length: (number of sequences, their length)."""
         return tuple((len(list(run)), length) for length, run in groupby(self.lengths))
 
 

@@ -168,7 +168,7 @@ class PackedFlashKernel:
     Args:
         query_ends: ``[sequences + 1]`` int32, cumulative numbers of queries, from 0.
         key_ends: the same of keys.
-        longest: largest numbers of queries and of keys of a sequence.
+        longest: most queries, and most keys, per sequence.
         window: tokens that a token attends to, itself included; None = all earlier ones.
     """
 

@@ -138,7 +138,7 @@ class LowRankAdapter(nn.Module):
 
     @torch.no_grad()
     def _norms(self, weight: Tensor) -> Tensor:
-        """Compute the norms of the adapted rows of ``W + scale * B A``, in the dtype of M.
+        """Compute the norms of ``W + scale * B A``'s adapted rows, in the dtype of M.
 
         The sum is not built: ``|W + s B A|^2 = |W|^2 + (2 W A^T + s B A A^T) . s B``, row by row.
         """
@@ -338,7 +338,7 @@ def _adapter_of(local: LocalAdapter, layer: Any, initial: Tensor, scale: float, 
 
 
 def initial_a(adapter_map: AdapterMap, param: LocalParam) -> Tensor:
-    """Return the initial values of a rank's part of A; those of B are zero.
+    """Return a rank's initial values of A; B is zero.
 
     Each tensor has a seed of its own, and is drawn whole: the values do not depend on the layout.
     """

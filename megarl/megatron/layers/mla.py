@@ -50,7 +50,7 @@ class Projection(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention of one layer. The arguments of the constructor and of ``forward`` are Megatron's, plus ``model``."""
+    """Latent attention of one layer, with Megatron's arguments plus ``model``."""
 
     def __init__(
         self,

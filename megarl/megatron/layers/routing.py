@@ -144,7 +144,7 @@ class RouterState:
         """Return the tokens of the router's current call, and whether it recomputes an earlier one.
 
         A checkpointed layer computes its forward without gradients, and again with gradients when its backward begins.
-        The backward passes of a chunk of layers follow the order of its forward passes.
+        A chunk's backward passes follow the order of its forward passes.
         """
         current, trains = self.shared.current, self.shared.run.trains
         if not trains or current is None:

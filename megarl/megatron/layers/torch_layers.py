@@ -35,7 +35,7 @@ class PackedSequences(PackedSeqParams):
     """Sequence boundaries and rotations of a packed micro-batch; Transformer Engine reads the inherited fields.
 
     Attributes:
-        runs: runs of neighbouring sequences of equal length: (number of sequences, their length), padding included.
+        runs: neighbouring sequences with one length, padding included: (number of sequences, their length).
         rotation: cosine and sine of each token's rotary embedding, see :func:`rotation_table`, for the tokens of this
             rank; None if Megatron rotates, or has rotated.
         window_rotation: the same for layers with sliding-window attention; None = no difference.

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2**28
-"""Size of a piece of pinned memory. Pieces avoid torch's rounding of each allocation to a power of two."""
+"""Size of a pinned chunk. Chunks avoid torch's rounding of each allocation to a power of two."""
 ALIGNMENT = 16
 """Alignment of each copy in bytes, valid for every number format."""
 LOGGED_SECONDS = 1.0
@@ -74,7 +74,7 @@ class HostBuffer:
         return tuple(pieces)
 
     def _pairs(self, offset: int, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of pieces of this buffer and the corresponding pieces of ``tensor``."""
+        """Pieces of this buffer, each with its piece of ``tensor``."""
         start = 0
         for piece in self.pieces(offset, len(tensor)):
             yield piece, tensor[start : start + len(piece)]
