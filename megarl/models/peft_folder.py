@@ -12,7 +12,6 @@ from megarl.models.adapters import DORA, LORA, AdapterMap
 from megarl.models.hf_folder import (
     EMBEDDING,
     HEAD,
-    ModelFolder,
     TensorEntry,
     check_model_folder,
     equal_values,
@@ -111,10 +110,6 @@ class AdapterFolder:
                 here, in_folder = ("is absent" if shape is None else f"has shape {list(shape)}" for shape in pair)
                 text = f"{_KEY}={self.path}: '{name}' {in_folder} there, and {here} with this model and target_modules"
                 raise ConfigError(text, code="adapter.tensor-differs")
-
-    def as_model_folder(self, adapters: AdapterMap) -> ModelFolder:
-        """Return the tensors by their names in :class:`AdapterMap`, for a reader of model folders."""
-        return ModelFolder(self.path, adapters.model, self.tensors)
 
     def check_base(self, path: str | Path) -> None:
         """Check that the copies of base weights are those of a base model, which peft replaces with them.

@@ -41,7 +41,7 @@ def describe(place, layout):
     """Join a layout and leave it."""
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu")
     ranks = {name: torch.distributed.get_process_group_ranks(group_of(runtime, name)) for name in GROUPS}
-    seen = (tuple(runtime.coordinate), runtime.is_first_stage, runtime.is_last_stage, ranks)
+    seen = (tuple(runtime.coordinate), runtime.is_last_stage, ranks)
     # Gloo beside NCCL binds to the host name's address, which other nodes may not reach.
     assert parallel_state._DATA_PARALLEL_GROUP_GLOO is None
     shutdown_runtime()
@@ -86,9 +86,9 @@ def test_groups_follow_the_layout_and_can_be_replaced(pool):
         ParallelLayout(cp=2, pp=2, ep=2),
     ]
     for layout in layouts:
-        for rank, (coordinate, first, last, groups) in enumerate(pool.run(describe, 4, layout)):
+        for rank, (coordinate, last, groups) in enumerate(pool.run(describe, 4, layout)):
             where = layout.coordinate(rank)
-            assert (coordinate, first, last) == (tuple(where), where.pp == 0, where.pp == layout.pp - 1)
+            assert (coordinate, last) == (tuple(where), where.pp == layout.pp - 1)
             assert groups == expected_groups(layout, rank), layout.describe()
 
 

@@ -40,7 +40,7 @@ from megarl.megatron.layers.routing import Routing, RoutingPass
 from megarl.megatron.runtime import cuda_on_cpu
 from megarl.megatron.runtime.memory import HostCopy
 from megarl.megatron.runtime.process_groups import Runtime
-from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
+from megarl.models import ModelConfig, ModelFolder, ParallelLayout, WeightMap, check_layout
 from megarl.models.adapters import AdapterMap
 from megarl.models.hf_folder import ModelIdentity, identify_model
 from megarl.models.hf_writer import NO_FILES, HFWriter
@@ -150,7 +150,7 @@ class MegatronEngine:
         if self.base is not None:
             folder.check_base(self.base.path)
         with cuda_on_cpu.active():
-            self.weights.load_adapters(folder.as_model_folder(self.trained_map), self.trained_map)
+            self.weights.load_adapters(ModelFolder(folder.path, self.model, folder.tensors), self.trained_map)
             self.weights_changed()
 
     def weights_changed(self) -> None:

@@ -196,7 +196,7 @@ def _build_chunk(
         transformer_layer_spec=decoder_spec(model, config, layers, fused=fused, adapted=options.lora is not None),
         vocab_size=WeightMap(model).padded_vocab(layout.tp),
         max_sequence_length=model.max_position_embeddings,
-        pre_process=runtime.is_first_stage and chunk == 0,
+        pre_process=runtime.coordinate.pp == chunk == 0,
         post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_word_embeddings and not options.value_head,

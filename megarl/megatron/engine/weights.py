@@ -148,6 +148,11 @@ class RankWeights:
         for other in range(1, self._runtime.layout.world_size):
             turns.call(other)
 
+    def to_host(self) -> dict[str, Tensor]:
+        """Copy the weights to host memory."""
+        weights, form = self.named(), torch.contiguous_format
+        return {name: weight.to("cpu", copy=True, memory_format=form) for name, weight in weights.items()}
+
     def _values(self, param: LocalParam, merged: Mapping[str, Tensor] | None) -> Tensor:
         """Return a weight's values: a device view, a copy of offloaded memory, or merged with its adapters."""
         if merged is not None:

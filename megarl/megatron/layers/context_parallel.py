@@ -173,11 +173,6 @@ class MicroBatchPart:
     sources: Tensor
     shared: SharedPrompts | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that this rank computes."""
-        return len(self.tokens)
-
     def to(self, device: torch.device) -> MicroBatchPart:
         """Copy the tensors to ``device``."""
         moved: dict[str, Any] = {name: copy_to(t, device) for name, t in vars(self).items() if isinstance(t, Tensor)}

@@ -88,11 +88,6 @@ class Runtime:
         return self.layout.coordinate(self.rank)
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
-        return self.coordinate.pp == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes outputs and losses."""
         return self.coordinate.pp == self.layout.pp - 1
