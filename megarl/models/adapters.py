@@ -210,19 +210,17 @@ class AdapterMap:
 
     @cached_property
     def targets(self) -> dict[str, None]:
-        """Hugging Face tensors with an adapter, in the order of the model."""
+        """Hugging Face tensors with an adapter, in model order."""
         options = self.options
+        by_default = {name for name, layer in self._layer_of.items() if layer not in _BY_NAME_ONLY}
         return {
             name: None
             for name, shape in self.base_shapes.items()
             if len(shape) == 2
             and name not in self.head
-            and (self._matches(name, options.targets) or (ALL_LINEAR in options.targets and self._is_default(name)))
+            and (self._matches(name, options.targets) or (ALL_LINEAR in options.targets and name in by_default))
             and not self._matches(name, options.excludes)
         }
-
-    def _is_default(self, hf_name: str) -> bool:
-        return self._layer_of.get(hf_name, OUTPUT_LAYER) not in _BY_NAME_ONLY
 
     def _is_head(self, param: LocalParam) -> bool:
         return any(piece.hf_name in self.head for piece in param.pieces)

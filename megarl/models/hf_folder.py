@@ -230,7 +230,9 @@ def tensor_entries(folder: Path, *, required: bool = False) -> dict[str, TensorE
             return {}
         text = f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
         raise ModelError(text, code="model.no-weights")
-    file_of = _read_index(index)
+    file_of = read_json_object(index, ModelError).get("weight_map")
+    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+        raise ModelError(f"{index}: weight_map must map tensor names to file names", code="model.malformed-index")
     shards: dict[str, dict[str, TensorEntry]] = {}
     for file in dict.fromkeys(file_of.values()):
         if not os.path.isfile(folder / file):  # noqa: PTH113 - false for a name that no file can have; Path raises
@@ -242,13 +244,6 @@ def tensor_entries(folder: Path, *, required: bool = False) -> dict[str, TensorE
             text = f"{folder / file} lacks tensor '{name}', which {INDEX_FILE} places there"
             raise ModelError(text, code="model.index-mismatch")
     return {name: shards[file][name] for name, file in file_of.items()}
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    file_of = read_json_object(index, ModelError).get("weight_map")
-    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
-        raise ModelError(f"{index}: weight_map must map tensor names to file names", code="model.malformed-index")
-    return file_of
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:

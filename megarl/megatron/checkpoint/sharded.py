@@ -86,19 +86,8 @@ def begin_save(
         CheckpointError: on every rank, if any of them cannot begin; names rank and reason. Written files remain.
     """
     folder, runtime, optimizer = Path(path), engine.runtime, engine.optimizer
-    doing = f"saving to {folder}"
-    has_optimizer = OPTIMIZER_STATE in contents and optimizer is not None
-    state = RoleState(
-        dtype=_dtype_name(engine),
-        steps=optimizer.steps if has_optimizer and optimizer is not None else None,
-        layout=runtime.layout,
-        device=runtime.device.type,
-        skipped_in_a_row=0 if optimizer is None else optimizer.skipped_in_a_row,
-        contents=tuple(name for name in contents if name != OPTIMIZER_STATE or has_optimizer),
-        lora=engine.options.lora,
-        base=engine.base,
-        initial=None if copy_from is None else str(Path(copy_from).absolute()),
-    )
+    doing, has_optimizer = f"saving to {folder}", OPTIMIZER_STATE in contents and optimizer is not None
+    state = _state_of(engine, contents, copy_from)
 
     def prepare() -> None:
         if optimizer is not None:
@@ -110,12 +99,6 @@ def begin_save(
             text = f"checkpoint folder {folder} is not empty; remove its files or save into another folder"
             raise CheckpointError(text, code="checkpoint.folder-not-empty")
 
-    def collect() -> list[Item]:
-        contributions = engine.trained_map.contributions(runtime.layout, runtime.rank)
-        stored = _stored_state(engine, has_optimizer)
-        items = list(saved_items(contributions, stored, engine.offload_manager.memory))
-        return items if snapshot is None else snapshot.take(items)
-
     all_ranks_or_raise(runtime, prepare, doing)
     all_ranks_or_raise(runtime, check_empty, doing)
     files = all_ranks_or_raise(
@@ -125,12 +108,34 @@ def begin_save(
         files |= export_beside(engine, folder, copy_from, export_files)
     writer = None
     if MODEL in contents:
-        items = all_ranks_or_raise(runtime, collect, doing)
+        items = all_ranks_or_raise(runtime, partial(_copied_items, engine, has_optimizer, snapshot), doing)
         writer = ItemWriter(runtime, folder, items, _stored_shapes(engine, has_optimizer))
         writer.plan()
     pending = PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
     engine.offload_manager.pin_until_saved(lambda: not pending.is_written)
     return pending
+
+
+def _state_of(engine: MegatronEngine, contents: Collection[str], copy_from: str | Path | None) -> RoleState:
+    runtime, optimizer = engine.runtime, engine.optimizer
+    return RoleState(
+        dtype=_dtype_name(engine),
+        steps=optimizer.steps if OPTIMIZER_STATE in contents and optimizer is not None else None,
+        layout=runtime.layout,
+        device=runtime.device.type,
+        skipped_in_a_row=0 if optimizer is None else optimizer.skipped_in_a_row,
+        contents=tuple(name for name in contents if name != OPTIMIZER_STATE or optimizer is not None),
+        lora=engine.options.lora,
+        base=engine.base,
+        initial=None if copy_from is None else str(Path(copy_from).absolute()),
+    )
+
+
+def _copied_items(engine: MegatronEngine, with_optimizer: bool, snapshot: HostSnapshot | None) -> list[Item]:
+    """The items that this rank saves, from a new snapshot if there is memory for one."""
+    contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
+    items = list(saved_items(contributions, _stored_state(engine, with_optimizer), engine.offload_manager.memory))
+    return items if snapshot is None else snapshot.take(items)
 
 
 def _write_local_files(

@@ -136,9 +136,6 @@ class ScheduleRunner:
     ) -> list[Any]:
         """Run a pass over micro-batches; communicates.
 
-        For each micro-batch and chunk Megatron calls ``forward_step``, the function that it returns for the loss or the
-        outputs, and later the backward.
-
         Args:
             micro_batches: the same on each rank of a pipeline; at least one.
             read: converts the output of the last stage's model to a result.
@@ -149,24 +146,8 @@ class ScheduleRunner:
         Raises:
             DeviceMemoryError: a rank ran out of memory; on all ranks if the pass can be repeated.
         """
-        steps, last = itertools.count(1), len(micro_batches)
         reduces_early = self._overlap.grad_reduce and self._runtime.dp_cp_group.size() > 1 and not forward_only
-
-        def forward_step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
-            if next(steps) == last and reduces_early:
-                self._vote.agree()  # from here on peers wait for this rank's gradients
-            loaded = next(batches)
-            if self._routing is not None:
-                self._routing.current = loaded.routed
-            output = module(loaded.part, loaded.sequences, hidden_only=hidden_only)
-            if loaded.whole is None:
-                batches.load_next()
-                return output, None
-            outputs = read(output, loaded.part, loaded.whole)
-            batches.load_next()
-            # The schedule keeps the returned tensor until the next micro-batch: return an empty one, not logits.
-            return output.new_empty(0), lambda _, non_loss_data=False: outputs
-
+        forward_step = self._forward_step(read, len(micro_batches) if reduces_early else None, hidden_only)
         self._check_number(len(micro_batches))
         self._offload.onload(PARAM)
         if self.gather_is_pending:  # the forward gathers them
@@ -200,6 +181,35 @@ class ScheduleRunner:
         result = self._vote.run(run_schedule, clean_up, gathers_weights=self.gather_is_pending)
         self.gather_is_pending = False
         return result
+
+    def _forward_step(
+        self,
+        read: Callable[[Tensor, MicroBatchPart, PackedMicroBatch], Any],
+        vote_before: int | None,
+        hidden_only: bool,
+    ) -> Callable[..., tuple[Tensor, Callable[..., Any] | None]]:
+        """Build the function that Megatron calls for each micro-batch and chunk.
+
+        It returns a function for the loss or the outputs, which Megatron calls before the backward.
+        """
+        steps = itertools.count(1)
+
+        def forward_step(batches: MicroBatchLoader, module: Any) -> tuple[Tensor, Callable[..., Any] | None]:
+            if next(steps) == vote_before:
+                self._vote.agree()  # from here on peers wait for this rank's gradients
+            loaded = next(batches)
+            if self._routing is not None:
+                self._routing.current = loaded.routed
+            output = module(loaded.part, loaded.sequences, hidden_only=hidden_only)
+            if loaded.whole is None:
+                batches.load_next()
+                return output, None
+            outputs = read(output, loaded.part, loaded.whole)
+            batches.load_next()
+            # The schedule keeps the returned tensor until the next micro-batch: return an empty one, not logits.
+            return output.new_empty(0), lambda _, non_loss_data=False: outputs
+
+        return forward_step
 
     def drop_graphs(self) -> None:
         """Drop the graphs of an interrupted pass."""

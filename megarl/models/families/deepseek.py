@@ -50,10 +50,7 @@ class DeepseekV2:
 
 @register_family("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3ForTokenClassification")
 class DeepseekV3:
-    """DeepSeek-V3 and R1: a sigmoid router with a correction bias; a group ranks by its two best experts.
-
-    Multi-token prediction layers (``num_nextn_predict_layers``) are not trained (:mod:`megarl.models.multi_token`).
-    """
+    """DeepSeek-V3 and R1: a sigmoid router with a correction bias; a group ranks by its two best experts."""
 
     name = "deepseek_v3"
     layer = (*_LAYER, d.CORRECTION_BIAS)
@@ -110,8 +107,8 @@ def _latent(raw: Mapping[str, Any], interleaved: bool) -> Latent:
 class Glm4Moe:
     """GLM-4.5, 4.5-Air and 4.6: dense first layers, then experts with a sigmoid router and shared experts.
 
-    The multi-token prediction layer (``num_nextn_predict_layers``) is not trained. transformers has no class with a
-    scalar head; megarl writes critics and reward models under the usual name, and reads them.
+    transformers has no class with a scalar head; megarl writes critics and reward models under the usual name, and
+    reads them.
     """
 
     name = "glm4_moe"

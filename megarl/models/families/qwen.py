@@ -90,10 +90,7 @@ class Qwen3Moe:
 
 @register_family("Qwen3NextForCausalLM", "Qwen3NextForSequenceClassification", "Qwen3NextForTokenClassification")
 class Qwen3Next:
-    """Qwen3-Next-80B-A3B; ``num_experts=0`` or ``mlp_only_layers`` make dense layers.
-
-    The multi-token prediction layer (``mtp``) is not trained (:mod:`megarl.models.multi_token`).
-    """
+    """Qwen3-Next-80B-A3B; ``num_experts=0`` or ``mlp_only_layers`` make dense layers."""
 
     name = "qwen3_next"
     layer = (d.INPUT_NORM, *_ATTENTION, *_BY_HEAD, d.MLP_NORM, d.GATE_UP, d.DOWN, *_EXPERTS, *_SHARED_EXPERT)
@@ -106,10 +103,7 @@ class Qwen3Next:
 
 @register_family("Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification")
 class Qwen35:
-    """The dense text models of Qwen3.5, as separate folders; images are not read.
-
-    The multi-token prediction layer (``mtp``) is not trained (:mod:`megarl.models.multi_token`).
-    """
+    """The dense text models of Qwen3.5, as separate folders; images are not read."""
 
     name = "qwen3_5"
     layer = (d.INPUT_NORM, *_ATTENTION, *_BY_KIND, d.MLP_NORM, d.GATE_UP, d.DOWN)
