@@ -16,7 +16,7 @@ from megarl.convert.source import CheckpointSource, StoredAdapters
 from megarl.convert.stored import Files, Scratch, TensorView
 from megarl.models import WeightMap
 from megarl.models.adapters import AdapterMap, LoraOptions, magnitude_name
-from megarl.models.model_identity import ModelIdentity, identify_model
+from megarl.models.hf_folder import ModelIdentity, identify_model
 from megarl.models.peft_folder import AdapterFolder
 
 

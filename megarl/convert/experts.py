@@ -1,6 +1,6 @@
 """Views of the tensors of experts in files that stack all experts of a layer, and of the stacked tensors.
 
-The weight map has one tensor per expert, see :mod:`megarl.models.expert_files`.
+The weight map has one tensor per expert, see :mod:`megarl.models.hf_folder`.
 """
 
 from __future__ import annotations
@@ -14,7 +14,7 @@ from torch import Tensor
 
 from megarl.convert.source import whole_view
 from megarl.convert.stored import Files, Scratch, StoredTensor, TensorView
-from megarl.models.expert_files import StackedPart, file_shapes
+from megarl.models.hf_folder import StackedPart, file_shapes
 from megarl.models.number_formats import dequantize_mxfp4
 
 _Value = TypeVar("_Value")
@@ -83,7 +83,7 @@ def quantized_expert_view(
 
 
 def stacked_views(tensors: Mapping[str, TensorView], parts: Mapping[str, StackedPart]) -> dict[str, TensorView]:
-    """Replace the tensors of experts by a file's, in the same order (see ``expert_files.stacked_parts``)."""
+    """Replace the tensors of experts by a file's, in the same order (see ``hf_folder.stacked_parts``)."""
     experts: dict[str, list[TensorView]] = {}
     for name, view in tensors.items():
         if name in parts:

@@ -39,8 +39,14 @@ from megarl.convert.source import (
 from megarl.convert.stored import Chunk, StoredTensor, TensorView
 from megarl.convert.torch_dist import open_torch_dist
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, read_model_config
-from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, TensorEntry, check_model_folder, tensor_entries
-from megarl.models.model_identity import ModelIdentity
+from megarl.models.hf_folder import (
+    INDEX_FILE,
+    SINGLE_FILE,
+    ModelIdentity,
+    TensorEntry,
+    check_model_folder,
+    tensor_entries,
+)
 from megarl.models.multi_token import is_multi_token, unused_tensors
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder

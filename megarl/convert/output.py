@@ -40,8 +40,7 @@ from megarl.convert.source import (
 from megarl.convert.stored import TensorView
 from megarl.convert.torch_zip import locate_tensor
 from megarl.models import ParallelLayout, WeightMap
-from megarl.models.expert_files import StackedPart, stacked_parts
-from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
+from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, StackedPart, stacked_parts
 from megarl.models.hf_writer import exported_config, needs_head_bias
 from megarl.models.peft_folder import CONFIG_FILE, PREFIX, WEIGHTS_FILE, peft_config
 

@@ -18,7 +18,7 @@ from megarl.base.errors import CheckpointError
 from megarl.convert.source import TORCH_DIST, CheckpointSource, stored_tensors, without_head_bias
 from megarl.convert.stored import StoredTensor, TensorView, ViewRegion
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, canonical_name
-from megarl.models.expert_files import stacked_parts
+from megarl.models.hf_folder import stacked_parts
 
 _PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)+")
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.|^(?:rng_state|rerun_state_machine_state|opt_param_scheduler)")

@@ -15,7 +15,7 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megarl.base.errors import ConfigError
-from megarl.models.expert_files import stacked_parts
+from megarl.models.hf_folder import stacked_parts
 from megarl.models.layout import ParallelLayout
 from megarl.models.model_config import ModelConfig
 from megarl.models.partition import LocalParam, Piece
@@ -40,13 +40,13 @@ _BY_NAME_ONLY = ("router", OUTPUT_LAYER)
 
 @dataclass(frozen=True)
 class LoraOptions:
-    """Options of the low-rank adapters of a model.
+    """Options of a model's low-rank adapters.
 
     Attributes:
         rank: rows of A and columns of B.
         alpha: the adapter's output is multiplied by ``alpha / rank``.
-        targets: names of Hugging Face modules or their last parts, such as ``q_proj``; Megatron's names of layers, such
-            as ``linear_qkv``; or ``all-linear``.
+        targets: names of Hugging Face modules or their last parts, such as ``q_proj``; of Megatron's layers, such as
+            ``linear_qkv``; or ``all-linear``.
         excludes: names to leave out, likewise.
         rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
         initial_a: distribution of A's initial values, of :data:`INITIAL_A`; B is zero.
@@ -97,11 +97,10 @@ class LocalAdapter(NamedTuple):
     Attributes:
         weight: name of the layer's weight in the weight map.
         a: A of each adapter, one below the other, ``[adapters * rank, inputs]``.
-        b: rows of B for the adapted rows of the layer, ``[rows, rank]``.
+        b: B of the adapted rows, ``[rows, rank]``.
         m: magnitudes of the adapted rows, ``[rows]``; None without DoRA.
         rows: adapted rows of the layer, ascending.
-        owners: number of the adapter of each row.
-        split: split over the ranks that share the layer.
+        owners: each row's adapter number.
     """
 
     weight: str
@@ -114,7 +113,7 @@ class LocalAdapter(NamedTuple):
 
     @property
     def params(self) -> tuple[LocalParam, ...]:
-        """A, B, and M if the adapters have magnitudes."""
+        """A, B, and with DoRA M."""
         return (self.a, self.b) if self.m is None else (self.a, self.b, self.m)
 
     @property
@@ -150,11 +149,6 @@ class AdapterMap:
             if self.options.has_magnitudes:
                 shapes[magnitude_name(name)] = (rows,)
         return shapes | {name: self.base_shapes[name] for name in self.head}
-
-    @cached_property
-    def hf_shapes_of_a(self) -> Mapping[str, tuple[int, int]]:
-        """Shape of every A, by name."""
-        return {_hf_name(name, "A"): (self.options.rank, self.base_shapes[name][1]) for name in self.targets}
 
     def is_float32(self, hf_name: str) -> bool:
         """Return whether a tensor is float32 in every weight dtype: none is."""
@@ -216,14 +210,15 @@ class AdapterMap:
 
     @cached_property
     def targets(self) -> dict[str, None]:
-        """Hugging Face tensors with an adapter, in the order of the model."""
+        """Hugging Face tensors with an adapter, in model order."""
         options = self.options
+        by_default = {name for name, layer in self._layer_of.items() if layer not in _BY_NAME_ONLY}
         return {
             name: None
             for name, shape in self.base_shapes.items()
             if len(shape) == 2
             and name not in self.head
-            and (self._matches(name, options.targets) or (ALL_LINEAR in options.targets and name in self._by_default))
+            and (self._matches(name, options.targets) or (ALL_LINEAR in options.targets and name in by_default))
             and not self._matches(name, options.excludes)
         }
 
@@ -234,26 +229,19 @@ class AdapterMap:
         """The adapters of a weight; None without any."""
         if not _ADAPTED.match(param.name):
             return None
-        pieces = [piece for piece in param.pieces if piece.hf_name in self.targets]
-        if not pieces:
+        if not (pieces := [piece for piece in param.pieces if piece.hf_name in self.targets]):
             return None
         rank, layer = self.options.rank, param.name.removesuffix(".weight")
         tensors = list(dict.fromkeys(piece.hf_name for piece in pieces))
         first, last = pieces[0].start[1], pieces[0].stop[1]
-        a = [
-            Piece(_hf_name(name, "A"), (0, first), (rank, last), (number * rank, 0))
-            for number, name in enumerate(tensors)
-        ]
-        b: list[Piece] = []
-        m: list[Piece] = []
-        rows: list[int] = []
-        owners: list[int] = []
+        a = [Piece(_hf_name(name, "A"), (0, first), (rank, last), (n * rank, 0)) for n, name in enumerate(tensors)]
+        b, m, rows, owners = list[Piece](), list[Piece](), list[int](), list[int]()
         for piece in pieces:
-            height = piece.shape[0]
-            b.append(Piece(_hf_name(piece.hf_name, "B"), (piece.start[0], 0), (piece.stop[0], rank), (len(rows), 0)))
-            m.append(Piece(magnitude_name(piece.hf_name), piece.start[:1], piece.stop[:1], (len(rows),)))
-            rows += range(piece.at[0], piece.at[0] + height)
-            owners += [tensors.index(piece.hf_name)] * height
+            (start, *_), (stop, *_), at = piece.start, piece.stop, len(rows)
+            b.append(Piece(_hf_name(piece.hf_name, "B"), (start, 0), (stop, rank), (at, 0)))
+            m.append(Piece(magnitude_name(piece.hf_name), (start,), (stop,), (at,)))
+            rows += range(piece.at[0], piece.at[0] + stop - start)
+            owners += [tensors.index(piece.hf_name)] * (stop - start)
         return LocalAdapter(
             param.name,
             LocalParam(f"{layer}.{A}", (len(tensors) * rank, last - first), tuple(a)),
@@ -276,10 +264,6 @@ class AdapterMap:
             if piece.hf_name != "model.embed_tokens.weight"  # a tied output layer
             if piece.hf_name not in self._stacked  # peft has other adapters for a tensor of all experts
         }
-
-    @cached_property
-    def _by_default(self) -> frozenset[str]:
-        return frozenset(name for name, layer in self._layer_of.items() if layer not in _BY_NAME_ONLY)
 
     def _matches(self, hf_name: str, modules: Sequence[str]) -> bool:
         """Whether a tensor belongs to one of the modules, by peft's rule for lists or by Megatron's layer."""

@@ -15,9 +15,10 @@ from megarl.models.model_config import ModelConfig
 
 FP8_BLOCK = 128
 """Rows and columns of a block of weights that share a scale in blockwise FP8 (:mod:`megarl.models.number_formats`)."""
-
+When = Callable[[ModelConfig, int], bool]
+"""Selects the decoder layers of a model that have a parameter."""
 _UNQUANTIZED_ROWS = frozenset({"experts", "one", "linear_ba", "linear_b", "linear_a"})
-"""Rows of small matrices that stay in the engine's dtype: routers, gates of shared experts, decays of delta nets."""
+"""Rows of small matrices in the engine's dtype: routers, shared experts' gates, delta nets' decays."""
 
 
 class Split(Enum):
@@ -67,7 +68,7 @@ class Declaration(NamedTuple):
         hf: the Hugging Face tensors.
         tied_copy: a second copy of a tensor of another declaration. It exists only if the original is on another
             pipeline stage, and is never exported.
-        when: whether a decoder layer of a model has the parameter; None = every layer has it.
+        when: the decoder layers with the parameter; None = all.
         float32: float32 in every weight dtype and never trained; a file may store it in a narrower dtype.
     """
 
@@ -77,7 +78,7 @@ class Declaration(NamedTuple):
     split: Split
     stage: PipelineStage = PipelineStage.LAYER
     tied_copy: bool = False
-    when: Callable[[ModelConfig, int], bool] | None = None
+    when: When | None = None
     float32: bool = False
 
     @property
@@ -92,14 +93,18 @@ class Declaration(NamedTuple):
         return in_layer and all(len(t.dims) == 2 and t.dims[0] not in _UNQUANTIZED_ROWS for t in self.hf)
 
 
+in_expert_layers: When = ModelConfig.has_experts
+in_linear_layers: When = ModelConfig.is_linear
+
+
 def in_dense_layers(config: ModelConfig, layer: int) -> bool:
     """Select layers without experts (for ``when``)."""
     return not config.has_experts(layer)
 
 
-def in_expert_layers(config: ModelConfig, layer: int) -> bool:
-    """Select layers with experts (for ``when``)."""
-    return config.has_experts(layer)
+def in_attention_layers(config: ModelConfig, layer: int) -> bool:
+    """Select layers with attention (for ``when``)."""
+    return not config.is_linear(layer)
 
 
 def with_qkv_bias(config: ModelConfig, layer: int) -> bool:
@@ -108,18 +113,8 @@ def with_qkv_bias(config: ModelConfig, layer: int) -> bool:
 
 
 def with_qk_norm(config: ModelConfig, layer: int) -> bool:
-    """Select models with norms on q and k (for ``when``)."""
-    return config.qk_norm
-
-
-def in_attention_layers(config: ModelConfig, layer: int) -> bool:
-    """Select layers with attention (for ``when``)."""
-    return not config.is_linear(layer)
-
-
-def in_linear_layers(config: ModelConfig, layer: int) -> bool:
-    """Select gated delta net layers (for ``when``)."""
-    return config.is_linear(layer)
+    """Select layers with attention in models with norms on q and k (for ``when``)."""
+    return config.qk_norm and not config.is_linear(layer)
 
 
 def with_query_latent(config: ModelConfig, layer: int) -> bool:
@@ -142,7 +137,7 @@ def layer_parameter(
     rollout: str,
     hf: Mapping[str, tuple[str, ...]] | tuple[str, ...],
     split: Split = Split.REPLICATED,
-    when: Callable[[ModelConfig, int], bool] | None = None,
+    when: When | None = None,
     float32: bool = False,
     stacked: str = "",
 ) -> Declaration:
@@ -161,14 +156,14 @@ def layer_parameter(
     return Declaration(megatron, rollout, tensors, split, when=when, float32=float32)
 
 
-def experts_of(block: str, gate: str, up: str, down: str) -> tuple[Declaration, Declaration, Declaration]:
+def experts_of(
+    block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+) -> tuple[Declaration, ...]:
     """Declare router and routed experts of a layer.
 
     Args:
         block: the Hugging Face module of ``gate`` and ``experts``, such as ``mlp``.
-        gate: Hugging Face name of an expert's gate projection, such as ``gate_proj``.
-        up: Hugging Face name of the up projection.
-        down: Hugging Face name of the down projection.
+        gate: Hugging Face name of an expert's gate projection, likewise ``up`` and ``down``.
     """
     router = layer_parameter("mlp.router.weight", f"{block}.gate.weight", ("experts", "hidden"), when=in_expert_layers)
     expert = f"{block}.experts.{{expert}}."
@@ -240,30 +235,39 @@ def shared_experts_of(block: str) -> tuple[Declaration, Declaration]:
     return gate_up, output
 
 
+def _attention_weight(
+    megatron: str, hf: str, dims: tuple[str, ...], split: Split = Split.REPLICATED, when: When | None = None
+) -> Declaration:
+    return layer_parameter(f"self_attention.{megatron}.weight", f"self_attn.{hf}.weight", dims, split, when)
+
+
 INPUT_NORM = layer_parameter("input_layernorm.weight", "input_layernorm.weight", ("hidden",))
-QKV_WEIGHT = layer_parameter(
-    "self_attention.linear_qkv.weight",
-    "self_attn.qkv_proj.weight",
-    {
-        "self_attn.q_proj.weight": ("q", "hidden"),
-        "self_attn.k_proj.weight": ("kv", "hidden"),
-        "self_attn.v_proj.weight": ("kv", "hidden"),
-    },
-    Split.GROUPED,
+QKV_WEIGHT, GATED_QKV_WEIGHT = (
+    layer_parameter(
+        "self_attention.linear_qkv.weight",
+        "self_attn.qkv_proj.weight",
+        {
+            "self_attn.q_proj.weight": (queries, "hidden"),
+            "self_attn.k_proj.weight": ("kv", "hidden"),
+            "self_attn.v_proj.weight": ("kv", "hidden"),
+        },
+        split,
+        in_attention_layers,
+    )
+    for queries, split in (("q", Split.GROUPED), ("q_and_gate", Split.GATED))
 )
 QKV_BIAS = layer_parameter(
     "self_attention.linear_qkv.bias",
     "self_attn.qkv_proj.bias",
     {"self_attn.q_proj.bias": ("q",), "self_attn.k_proj.bias": ("kv",), "self_attn.v_proj.bias": ("kv",)},
     Split.GROUPED,
+    with_qkv_bias,
 )
-Q_NORM = layer_parameter("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", ("head",))
-K_NORM = layer_parameter("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", ("head",))
-Q_NORM_OVER_HEADS = layer_parameter("self_attention.q_layernorm.weight", "self_attn.q_norm.weight", ("q",))
-K_NORM_OVER_HEADS = layer_parameter("self_attention.k_layernorm.weight", "self_attn.k_norm.weight", ("kv",))
-ATTENTION_OUTPUT = layer_parameter(
-    "self_attention.linear_proj.weight", "self_attn.o_proj.weight", ("hidden", "q"), Split.ROW
-)
+Q_NORM = _attention_weight("q_layernorm", "q_norm", ("head",), when=with_qk_norm)
+K_NORM = _attention_weight("k_layernorm", "k_norm", ("head",), when=with_qk_norm)
+Q_NORM_OVER_HEADS = _attention_weight("q_layernorm", "q_norm", ("q",))
+K_NORM_OVER_HEADS = _attention_weight("k_layernorm", "k_norm", ("kv",))
+ATTENTION_OUTPUT = _attention_weight("linear_proj", "o_proj", ("hidden", "q"), Split.ROW, in_attention_layers)
 ATTENTION_OUTPUT_BIAS = layer_parameter("self_attention.linear_proj.bias", "self_attn.o_proj.bias", ("hidden",))
 SINKS = layer_parameter("self_attention.core_attention.softmax_offset", "self_attn.sinks", ("heads",), Split.COLUMN)
 MLP_NORM = layer_parameter("pre_mlp_layernorm.weight", "post_attention_layernorm.weight", ("hidden",))
@@ -288,54 +292,14 @@ CORRECTION_BIAS = layer_parameter(
 )
 
 LATENT_ATTENTION = (
-    layer_parameter(
-        "self_attention.linear_q_proj.weight",
-        "self_attn.q_proj.weight",
-        ("q", "hidden"),
-        Split.COLUMN,
-        when=without_query_latent,
-    ),
-    layer_parameter(
-        "self_attention.linear_q_down_proj.weight",
-        "self_attn.q_a_proj.weight",
-        ("q_latent", "hidden"),
-        when=with_query_latent,
-    ),
-    layer_parameter(
-        "self_attention.q_layernorm.weight", "self_attn.q_a_layernorm.weight", ("q_latent",), when=with_query_latent
-    ),
-    layer_parameter(
-        "self_attention.linear_q_up_proj.weight",
-        "self_attn.q_b_proj.weight",
-        ("q", "q_latent"),
-        Split.COLUMN,
-        when=with_query_latent,
-    ),
-    layer_parameter(
-        "self_attention.linear_kv_down_proj.weight",
-        "self_attn.kv_a_proj_with_mqa.weight",
-        ("kv_latent_and_rope", "hidden"),
-    ),
-    layer_parameter("self_attention.kv_layernorm.weight", "self_attn.kv_a_layernorm.weight", ("kv_latent",)),
-    layer_parameter(
-        "self_attention.linear_kv_up_proj.weight",
-        "self_attn.kv_b_proj.weight",
-        ("kv_unpacked", "kv_latent"),
-        Split.COLUMN,
-    ),
-    layer_parameter("self_attention.linear_proj.weight", "self_attn.o_proj.weight", ("hidden", "v"), Split.ROW),
-)
-
-GATED_QKV_WEIGHT = layer_parameter(
-    "self_attention.linear_qkv.weight",
-    "self_attn.qkv_proj.weight",
-    {
-        "self_attn.q_proj.weight": ("q_and_gate", "hidden"),
-        "self_attn.k_proj.weight": ("kv", "hidden"),
-        "self_attn.v_proj.weight": ("kv", "hidden"),
-    },
-    Split.GATED,
-    when=in_attention_layers,
+    _attention_weight("linear_q_proj", "q_proj", ("q", "hidden"), Split.COLUMN, without_query_latent),
+    _attention_weight("linear_q_down_proj", "q_a_proj", ("q_latent", "hidden"), when=with_query_latent),
+    _attention_weight("q_layernorm", "q_a_layernorm", ("q_latent",), when=with_query_latent),
+    _attention_weight("linear_q_up_proj", "q_b_proj", ("q", "q_latent"), Split.COLUMN, with_query_latent),
+    _attention_weight("linear_kv_down_proj", "kv_a_proj_with_mqa", ("kv_latent_and_rope", "hidden")),
+    _attention_weight("kv_layernorm", "kv_a_layernorm", ("kv_latent",)),
+    _attention_weight("linear_kv_up_proj", "kv_b_proj", ("kv_unpacked", "kv_latent"), Split.COLUMN),
+    _attention_weight("linear_proj", "o_proj", ("hidden", "v"), Split.ROW),
 )
 
 

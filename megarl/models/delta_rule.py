@@ -30,16 +30,16 @@ class ChunkPlan(NamedTuple):
     """Storage of packed sequences for the convolution and for the chunks; computed once for all layers.
 
     Chunks are stored by their number within the sequence: first chunks of all sequences, the longest sequence first,
-    then second chunks, and so on.
+    then second chunks, and so on. Indices are int64.
 
     Attributes:
         size: tokens of a chunk.
-        slots: ``[tokens]`` int64, place of each token in the storage of chunks.
+        slots: ``[tokens]``, index of each token in the storage of chunks.
         counts: number of sequences that have a first chunk, a second one, and so on.
-        order: ``[sequences]`` int64, the sequences in the order of storage.
-        after_history: ``[tokens]`` int64, place of each token if every sequence is preceded by its history.
-        histories: ``[sequences, width - 1]`` int64, places of each sequence's history.
-        ends: ``[sequences, width - 1]`` int64, places of the last inputs of each sequence, its next history.
+        order: ``[sequences]``, in storage order.
+        after_history: ``[tokens]``, index of each token if every sequence is preceded by its history.
+        histories: ``[sequences, width - 1]``, indices of each sequence's history.
+        ends: ``[sequences, width - 1]``, indices of each sequence's last inputs, its next history.
     """
 
     size: int
@@ -52,13 +52,7 @@ class ChunkPlan(NamedTuple):
 
     @classmethod
     def of(cls, lengths: Sequence[int], width: int, device: torch.device) -> ChunkPlan:
-        """Plan sequences.
-
-        Args:
-            lengths: tokens of each packed sequence, at least one.
-            width: width of the convolution.
-            device: of the tensors.
-        """
+        """Plan sequences of ``lengths`` tokens, at least one each, for a convolution of ``width`` tokens."""
         size = min(CHUNK, max(_SHORTEST_CHUNK, 1 << (max(lengths) - 1).bit_length()))
         tokens = torch.tensor(lengths, dtype=torch.int64)
         chunks = (tokens + size - 1) // size
@@ -170,14 +164,11 @@ def chunked_delta_rule(
 def _scan(
     parts: tuple[Tensor, ...], plan: ChunkPlan, state: Tensor | None, with_state: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """Pass the states from chunk to chunk.
+    """Pass the states from chunk to chunk; return outputs in the shape of the values, and final states or None.
 
     Args:
         parts: corrected values, reads, products of queries and keys, decayed queries and keys, and decay of a chunk.
-        state: ``[sequences, key heads, value heads per key, key_dim, value_dim]``, in the order of storage.
-
-    Returns:
-        Outputs in the shape of the values, and the final states in the order of storage or None.
+        state: ``[sequences, key heads, value heads per key, key_dim, value_dim]``, in storage order.
     """
     outputs, finals = [], []
     steps = zip(*(part.split(plan.counts) for part in parts), strict=True)
@@ -201,16 +192,8 @@ def _scan(
 def delta_rule_step(query: Tensor, key: Tensor, value: Tensor, g: Tensor, b: Tensor, state: Tensor) -> Tensor:
     """Compute the gated delta rule for one token of each sequence, and update the states in place.
 
-    Args:
-        query: ``[sequences, key heads, key_dim]``; see :func:`chunked_delta_rule` for this and the next ones.
-        key: the same.
-        value: ``[sequences, value heads, value_dim]``.
-        g: ``[sequences, value heads]``.
-        b: ``[sequences, value heads]``.
-        state: ``[sequences, value heads, key_dim, value_dim]`` float32, contiguous.
-
-    Returns:
-        ``[sequences, value heads, value_dim]`` float32.
+    The shapes are those of :func:`chunked_delta_rule`, with sequences for tokens; ``state`` is float32 and contiguous.
+    Returns ``[sequences, value heads, value_dim]`` float32.
     """
     shared = value.shape[1] // key.shape[1]
     q, k = _normed(query) * query.shape[-1] ** -0.5, _normed(key)

@@ -19,13 +19,7 @@ _FROM_CONFIG = ("bos_token_id", "pad_token_id")
 
 
 class EndTokens(NamedTuple):
-    """End-of-sequence tokens of a model, by the file that names them.
-
-    Attributes:
-        config: of ``config.json``.
-        generation: of ``generation_config.json``; empty without the file or the field.
-        tokenizer: of the tokenizer, which ends the responses of supervised fine-tuning.
-    """
+    """A model's end-of-sequence tokens, by the file that names them; the tokenizer's ends supervised responses."""
 
     config: tuple[int, ...]
     generation: tuple[int, ...]
@@ -48,10 +42,7 @@ class EndTokens(NamedTuple):
 
 
 def read_end_tokens(folder: str | Path, tokenizer: int | None = None) -> EndTokens:
-    """Read the end-of-sequence tokens of a model.
-
-    Args:
-        tokenizer: end-of-sequence token of the tokenizer; None = it has none, or there is no tokenizer.
+    """Read a model's end-of-sequence tokens, with that of its ``tokenizer`` if it has one.
 
     Raises:
         ModelError: the folder contains no model, or a file is malformed.
@@ -79,10 +70,7 @@ def eos_in(settings: Mapping[str, Any], file: str = "config.json") -> tuple[int,
 
 
 def generation_config_with(folder: Path, trained: int) -> dict[str, str]:
-    """Return the generation config of an export whose training ended responses with a token.
-
-    Returns:
-        The text of the file by its name; empty if the folder's files name the token already.
+    """Return an export's generation config, text by file name, if training ended responses with another token.
 
     Raises:
         ModelError: a file of the folder is malformed.

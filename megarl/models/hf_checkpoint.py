@@ -11,18 +11,16 @@ from safetensors import SafetensorError, safe_open
 from torch import Tensor
 
 from megarl.base.errors import ModelError
-from megarl.models.expert_files import BLOCK
-from megarl.models.hf_folder import ModelFolder, TensorEntry, check_model_folder
+from megarl.models.hf_folder import BLOCK, ModelFolder, TensorEntry, check_model_folder
 from megarl.models.model_config import ModelConfig
 from megarl.models.number_formats import dequantize_mxfp4
 from megarl.models.partition import LocalParam, Piece
 
 
 class HFReader:
-    """Reader of rectangles of the tensors of a model folder, given by its path or already checked.
+    """Reads rectangles of a model folder's tensors; a path is checked first (:func:`check_model_folder`).
 
-    A path is checked first (:func:`megarl.models.hf_folder.check_model_folder`). Shards are memory-mapped: only the
-    bytes of the requested rectangles are read.
+    Shards are memory-mapped: only the bytes of the requested rectangles are read.
 
     Raises:
         ModelError: the folder is incomplete; names the missing shard or tensor, or the wrong shape.
@@ -74,18 +72,14 @@ class HFReader:
         """Read a rectangle of an expert's matrix in MXFP4: all blocks with its columns, without the other columns."""
         assert entry.expert is not None
         (first_row, first), (last_row, last) = piece.start, piece.stop
-        where = (
-            slice(entry.expert, entry.expert + 1),
-            slice(first_row, last_row),
-            slice(first // BLOCK, -(-last // BLOCK)),
-        )
+        rows, columns = slice(first_row, last_row), slice(first // BLOCK, -(-last // BLOCK))
+        where = (slice(entry.expert, entry.expert + 1), rows, columns)
         blocks = self._slice(entry.file, entry.stored_as)[where][0]
         scales = self._slice(scales_entry.file, scales_entry.stored_as)[where][0]
         before = first // BLOCK * BLOCK
         return dequantize_mxfp4(blocks, scales)[:, first - before : last - before]
 
     def _slice(self, file: Path, name: str) -> Any:
-        """A tensor of a file, of which any rectangle can be read."""
         if file not in self._open:
             self._open[file] = safe_open(str(file), framework="pt", device="cpu")
         return self._open[file].get_slice(name)
@@ -101,11 +95,10 @@ def load_local(
     """Read the parameters of one rank, and only those.
 
     Args:
-        params: the rank's parameters, from :meth:`WeightMap.megatron_params` or :meth:`WeightMap.rollout_params`.
-        dtype: dtype of the returned tensors.
+        params: from :meth:`WeightMap.megatron_params` or :meth:`WeightMap.rollout_params`.
         optional: Hugging Face tensors that may be absent (``score.weight`` of a critic initialized from a language
             model); their parameters are then skipped.
-        float32: whether the tensor of a Hugging Face name is float32 instead (:meth:`WeightMap.is_float32`).
+        float32: whether a Hugging Face tensor is float32 instead of ``dtype`` (:meth:`WeightMap.is_float32`).
 
     Yields:
         Name and tensor on the CPU, with zeros as vocabulary padding.

@@ -73,7 +73,9 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
     traits = family.traits(under_all_names(raw))
     _check_combination(traits)
     quantized = _quantization(raw, family)
-    heads = count(raw, "num_attention_heads")
+    heads, experts = count(raw, "num_attention_heads"), traits.experts
+    # A model without dense MLPs may lack their width.
+    width = experts.ffn_hidden_size if experts is not None and all(experts.layers) else None
     theta, scaling = _rope(raw, traits)
     of_file = {
         "rope_theta": theta,
@@ -89,7 +91,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         family=family.name,
         num_layers=count(raw, "num_hidden_layers"),
         hidden_size=count(raw, "hidden_size"),
-        ffn_hidden_size=count(raw, "intermediate_size", _unused_width(traits.experts)),
+        ffn_hidden_size=count(raw, "intermediate_size", width),
         num_attention_heads=heads,
         num_key_value_heads=heads if traits.latent else _key_value_heads(raw, heads),
         head_dim=traits.latent.nope_dim + traits.latent.rope_dim if traits.latent else _head_dim(raw, heads),
@@ -107,8 +109,8 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
     """Check that a parallel layout fits a model.
 
     Args:
-        field: the config group of the layout, such as ``actor_rollout_ref.actor.megatron``.
-        of_engine: it is the layout of a rollout engine.
+        field: the layout's config group, such as ``actor_rollout_ref.actor.megatron``.
+        of_engine: it is a rollout engine's layout.
 
     Raises:
         ConfigError: a parallel size does not divide the model; names the key, its value and the valid choices.
@@ -119,14 +121,20 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
     }
     if config.linear is not None:
         divided_by_tp["linear_num_key_heads"] = config.linear.key_heads
-        _check_linear(config, layout, field)
+        if layout.cp > 1:
+            raise ConfigError(
+                f"{field}.context_parallel_size={layout.cp} is not supported for {config.architecture}: its gated "
+                "delta net layers pass a state from token to token, and no rank has a whole sequence; set it to 1 and "
+                "use tensor_model_parallel_size",
+                code="layout.cp-linear-attention",
+            )
     if config.experts is None or not all(config.experts.layers):
         divided_by_tp["intermediate_size"] = config.ffn_hidden_size
     if config.experts is not None and config.experts.shared_ffn_hidden_size:
         divided_by_tp["width of the shared experts"] = config.experts.shared_ffn_hidden_size
-    choices = _divisors(config.num_key_value_heads, lambda n: not any(v % n for v in divided_by_tp.values()))
     for name, size in divided_by_tp.items():
         if layout.tp < 1 or size % layout.tp:
+            choices = _divisors(config.num_key_value_heads, lambda n: not any(v % n for v in divided_by_tp.values()))
             raise ConfigError(
                 f"{field}.tensor_model_parallel_size={layout.tp} must divide the model's {name}={size}; "
                 f"valid for this model: {choices}",
@@ -143,25 +151,10 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
         )
 
 
-def _check_linear(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
-    """Refuse context parallelism for gated delta net layers."""
-    if layout.cp > 1:
-        raise ConfigError(
-            f"{field}.context_parallel_size={layout.cp} is not supported for {config.architecture}: its gated delta "
-            "net layers pass a state from token to token, and no rank has a whole sequence; set it to 1 and use "
-            "tensor_model_parallel_size",
-            code="layout.cp-linear-attention",
-        )
-
-
 def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
     """Check expert parallelism: expert and expert-tensor parallel sizes against the experts and the stage's ranks."""
-    ep, etp, ranks = (
-        f"{field}.expert_model_parallel_size",
-        f"{field}.expert_tensor_parallel_size",
-        layout.ranks_per_stage,
-    )
-    experts = config.experts
+    ep, etp = f"{field}.expert_model_parallel_size", f"{field}.expert_tensor_parallel_size"
+    experts, ranks = config.experts, layout.ranks_per_stage
     if experts is None:
         for key, size, plain in ((ep, layout.ep, (1,)), (etp, layout.etp, (0, 1, layout.tp))):
             if size not in plain:
@@ -185,7 +178,7 @@ def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> N
         )
 
 
-def _divisors(number: int, accept: Callable[[int], bool] = lambda n: True) -> str:
+def _divisors(number: int, accept: Callable[[int], bool]) -> str:
     return ", ".join(str(n) for n in range(1, number + 1) if number % n == 0 and accept(n))
 
 
@@ -234,11 +227,6 @@ def _quantization(raw: Mapping[str, Any], family: Family) -> str:
     return supported
 
 
-def _unused_width(experts: Experts | None) -> int | None:
-    """Width of dense MLPs of a model without any, whose file may lack it; None if the field is required."""
-    return experts.ffn_hidden_size if experts is not None and all(experts.layers) else None
-
-
 def _check_combination(traits: Traits) -> None:
     """Reject traits, of a custom family for example, that the layers do not compute together."""
     latent = {
@@ -250,32 +238,25 @@ def _check_combination(traits: Traits) -> None:
         "sinks": traits.sinks,
         "linear": traits.linear is not None,
     }
-    together = [name for name, is_set in latent.items() if is_set and traits.latent is not None]
-    if together:
+    together, experts = [name for name, is_set in latent.items() if is_set], traits.experts
+    if traits.latent is not None and together:
         text = f"latent attention with {' and '.join(together)} is not supported"
         raise ModelError(text, code="model.unsupported-combination")
     if traits.linear is not None and traits.window is not None:
         text = "gated delta net layers with sliding-window attention are not supported"
         raise ModelError(text, code="model.unsupported-combination")
-    _check_biases(traits)
-    if traits.experts is not None and traits.activation != "silu":
+    if traits.output_bias or (experts is not None and experts.biases):
+        # Megatron has biases on q, k and v, or on all linear layers.
+        plain = experts is not None and experts.biases and all(experts.layers) and not experts.shared_ffn_hidden_size
+        if not (plain and traits.output_bias and traits.qkv_bias):
+            raise ModelError(
+                "output_bias and biases of experts are supported only together, with qkv_bias, experts in all layers "
+                "and no shared experts",
+                code="model.unsupported-combination",
+            )
+    if experts is not None and traits.activation != "silu":
         text = f"experts with activation={traits.activation!r} are not supported, only 'silu'"
         raise ModelError(text, code="model.unsupported-combination")
-
-
-def _check_biases(traits: Traits) -> None:
-    """Reject biases on some linear layers only: Megatron has them on q, k and v, or on all."""
-    experts = traits.experts
-    of_experts = experts is not None and experts.biases
-    if not (traits.output_bias or of_experts):
-        return
-    others = experts is not None and (not all(experts.layers) or experts.shared_ffn_hidden_size > 0)
-    if others or not (traits.output_bias and traits.qkv_bias and of_experts):
-        raise ModelError(
-            "output_bias and biases of experts are supported only together, with qkv_bias, experts in all layers and "
-            "no shared experts",
-            code="model.unsupported-combination",
-        )
 
 
 def _checked(experts: Experts | None) -> Experts | None:
@@ -296,11 +277,10 @@ def _checked(experts: Experts | None) -> Experts | None:
         )
     reachable = experts.count // experts.groups * experts.groups_per_token
     if experts.per_token > reachable:
-        raise ModelError(
-            f"config.json: num_experts_per_tok={experts.per_token} exceeds the {reachable} experts that a token may "
-            f"choose from",
-            code="model.experts-per-token",
+        text = (
+            f"config.json: num_experts_per_tok={experts.per_token} exceeds the {reachable} experts of a token's groups"
         )
+        raise ModelError(text, code="model.experts-per-token")
     return experts
 
 
@@ -331,7 +311,7 @@ def _limiting(window: SlidingWindow | None, raw: Mapping[str, Any]) -> SlidingWi
 def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any] | None]:
     """Read rotary base and scaling: ``rope_parameters`` in transformers 5, two fields in earlier versions.
 
-    transformers 5 has a section per kind of layers for models with sliding-window attention.
+    Models with sliding-window attention have a section per kind of layers in transformers 5.
     """
     by_kind = traits.window is not None and traits.window.rope_theta is not None
     parameters = dict(rope_section(raw, by_kind=by_kind))
@@ -400,11 +380,8 @@ def _check_sections(raw: Mapping[str, Any], effective: Mapping[str, Any], by_kin
 
 
 def _check_rope_numbers(parameters: Mapping[str, Any]) -> None:
-    """Check the types of the rotary parameters that are present; null is absent."""
-    for name in _ROPE_NUMBERS:
-        if parameters.get(name) is not None:
-            number(parameters, name)
-    for name in _ROPE_STRENGTHS:
-        if parameters.get(name) not in (None, 0):
+    """Check the types of the rotary parameters that are present; null is absent, and zero a valid strength."""
+    for name in (*_ROPE_NUMBERS, *_ROPE_STRENGTHS):
+        if parameters.get(name) is not None and (parameters[name] != 0 or name in _ROPE_NUMBERS):
             number(parameters, name)
     flag(parameters, "truncate")

@@ -1,7 +1,14 @@
-"""Check a Hugging Face model folder by its file headers, without torch or weights."""
+"""Check a Hugging Face model folder by its file headers, without torch or weights, and identify its model.
+
+A file may stack a matrix or bias of all experts of a layer, in bfloat16 or MXFP4. The weight map has one tensor per
+expert: an entry of the file's tensor with the dimensions reversed, ``[experts, inputs, outputs]`` in the file for
+``[outputs, inputs]``.
+"""
 
 from __future__ import annotations
 
+import hashlib
+import json
 import math
 import os
 import struct
@@ -12,9 +19,9 @@ from typing import Any, NamedTuple
 
 from megarl.base.errors import ModelError
 from megarl.base.json_text import parse_json, read_json_object
-from megarl.models.expert_files import BLOCK, BLOCKS, SCALES, StackedPart, stacked_parts
 from megarl.models.hf_config import read_model_config
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
+from megarl.models.registry import family_of
 from megarl.models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
@@ -24,29 +31,39 @@ EMBEDDING = "model.embed_tokens.weight"
 HEADS = (HEAD, SCORE, SCORE_BIAS)
 """Tensors after the last norm, over all kinds of models."""
 _COMPARED_BYTES = 2**24
+_SAMPLES, _SAMPLE_BYTES = 16, 4096
+_VOLATILE = ("_name_or_path", "transformers_version", "torch_dtype", "dtype", "use_cache")
+"""Keys of ``config.json`` that do not describe the model."""
+BLOCK = 32
+"""Neighbouring inputs that share a scale in MXFP4."""
+BLOCKS, SCALES = "_blocks", "_scales"
+"""Suffixes of the two tensors that hold a matrix in MXFP4."""
 _HEAD_ALIASES = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
 """Alternative names of the scalar head in checkpoints, with the names of the weight map."""
 
 
 class TensorEntry(NamedTuple):
-    """Location and header entry of a stored tensor."""
+    """Location and header entry of a stored tensor.
+
+    Attributes:
+        dtype: safetensors' name, such as ``BF16``.
+        stored_as: the tensor's name in the file, if it differs.
+        offset: first byte of its elements in the file.
+        expert: its index in the file's tensor of all experts, whose other dimensions are in reverse order; None without
+            such a tensor.
+        whole: the file's tensor of all experts.
+        scales: the file's scales of all experts, if ``whole`` has blocks in MXFP4; elements are then read as ``BF16``.
+    """
 
     file: Path
     shape: tuple[int, ...]
     dtype: str
-    """Safetensors' dtype name, such as ``BF16``."""
     stored_as: str = ""
-    """The tensor's name in the file, if it differs."""
     offset: int = 0
-    """First byte of its elements in the file."""
     nbytes: int = 0
-    """Bytes of its elements."""
     expert: int | None = None
-    """Its index in the file's tensor of all experts, whose other dimensions are in reverse order; None = no index."""
     whole: TensorEntry | None = None
-    """The file's tensor of all experts."""
     scales: TensorEntry | None = None
-    """The file's scales of all experts, if ``whole`` has blocks in MXFP4; elements are then read as ``BF16``."""
 
 
 @dataclass(frozen=True)
@@ -61,7 +78,7 @@ class ModelFolder:
 def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> ModelFolder:
     """Check that a folder contains a complete model: config, every shard, every tensor of the right shape.
 
-    It reads JSON headers only, which is fast for any model size; and a stored output layer that is tied.
+    It reads only JSON headers, and a stored output layer that is tied.
 
     Args:
         may_lack_head: the output layer, or the scalar head of a value model, may be absent.
@@ -72,7 +89,7 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
     """
     folder = Path(path)
     config = read_model_config(folder, may_be_bare=may_lack_head)
-    entries = _tensor_entries(folder)
+    entries = tensor_entries(folder, required=True)
     for alias, name in _HEAD_ALIASES.items():  # of a scalar head
         if alias in entries and name not in entries:
             entries[name] = entries.pop(alias)._replace(stored_as=alias)
@@ -125,7 +142,7 @@ def _as_float32(values: bytes, dtype: str) -> bytes:
 
 
 def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
-    """Replace tensors of all experts of a layer by one entry per expert, under the names of the weight map."""
+    """Replace tensors of a layer's experts by one entry per expert, under the weight map's names."""
     parts = stacked_parts(config)
     for name, part in parts.items():
         if part.name in tensors:
@@ -199,14 +216,23 @@ def _check_shape(entry: TensorEntry, name: str, shape: tuple[int, ...]) -> None:
         raise ModelError(text, code="model.tensor-shape")
 
 
-def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
+def tensor_entries(folder: Path, *, required: bool = False) -> dict[str, TensorEntry]:
+    """Return a folder's tensors by name, also those outside the model; empty without weights or folder.
+
+    Raises:
+        ModelError: a weight file is missing or damaged, or there is none and weights are ``required``.
+    """
     index = folder / INDEX_FILE
     if not index.is_file():
-        if not (folder / SINGLE_FILE).is_file():
-            text = f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
-            raise ModelError(text, code="model.no-weights")
-        return read_header(folder / SINGLE_FILE)
-    file_of = _read_index(index)
+        if (folder / SINGLE_FILE).is_file():
+            return read_header(folder / SINGLE_FILE)
+        if not required:
+            return {}
+        text = f"model folder {folder} has no weights: neither {SINGLE_FILE} nor {INDEX_FILE} is there"
+        raise ModelError(text, code="model.no-weights")
+    file_of = read_json_object(index, ModelError).get("weight_map")
+    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
+        raise ModelError(f"{index}: weight_map must map tensor names to file names", code="model.malformed-index")
     shards: dict[str, dict[str, TensorEntry]] = {}
     for file in dict.fromkeys(file_of.values()):
         if not os.path.isfile(folder / file):  # noqa: PTH113 - false for a name that no file can have; Path raises
@@ -218,13 +244,6 @@ def _tensor_entries(folder: Path) -> dict[str, TensorEntry]:
             text = f"{folder / file} lacks tensor '{name}', which {INDEX_FILE} places there"
             raise ModelError(text, code="model.index-mismatch")
     return {name: shards[file][name] for name, file in file_of.items()}
-
-
-def _read_index(index: Path) -> dict[str, str]:
-    file_of = read_json_object(index, ModelError).get("weight_map")
-    if not isinstance(file_of, dict) or not all(isinstance(file, str) for file in file_of.values()):
-        raise ModelError(f"{index}: weight_map must map tensor names to file names", code="model.malformed-index")
-    return file_of
 
 
 def read_header(file: Path) -> dict[str, TensorEntry]:
@@ -260,17 +279,11 @@ def read_header(file: Path) -> dict[str, TensorEntry]:
 def _header_entry(file: Path, name: str, entry: Any, first: int) -> TensorEntry:
     """Check the types of a tensor's entry in the header; ``first`` is the first byte of the data."""
     fields: dict[str, Any] = entry if isinstance(entry, dict) else {}
-    dtype, shape, offsets = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
-    if not (
-        isinstance(dtype, str)
-        and dtype.isascii()
-        and all(
-            isinstance(numbers, list) and all(type(n) is int and n >= 0 for n in numbers)
-            for numbers in (shape, offsets)
-        )
-        and len(offsets) == 2
-        and offsets[0] <= offsets[1]
-    ):
+    dtype, *lists = (fields.get(field, ()) for field in ("dtype", "shape", "data_offsets"))
+    are_counts = all(isinstance(each, list) and all(type(n) is int and n >= 0 for n in each) for each in lists)
+    shape, offsets = lists
+    is_named = isinstance(dtype, str) and dtype.isascii()
+    if not (is_named and are_counts and len(offsets) == 2 and offsets[0] <= offsets[1]):
         raise ModelError(
             f"{file} is not a safetensors file: tensor '{name:.80}' has the entry {entry!r:.120}, expected dtype, "
             "shape and data_offsets; download the file again",
@@ -279,15 +292,74 @@ def _header_entry(file: Path, name: str, entry: Any, first: int) -> TensorEntry:
     return TensorEntry(file, tuple(shape), dtype, offset=first + offsets[0], nbytes=offsets[1] - offsets[0])
 
 
-def tensor_entries(folder: Path) -> dict[str, TensorEntry]:
-    """Return the tensors of a folder by name, also those that are not part of the model; empty without weights.
+@dataclass(frozen=True)
+class ModelIdentity:
+    """Identity of a model folder; two folders with the same weights have equal digests wherever they are.
 
-    Args:
-        folder: a model folder, or one without weights; it may not exist.
+    Attributes:
+        settings: digest of ``config.json``.
+        weights: digest of every tensor's name, shape and dtype, and of samples of its bytes.
+    """
+
+    path: str
+    settings: str
+    weights: str
+
+    def difference(self, other: ModelIdentity) -> str | None:
+        """Return the field that differs from another model's; None for the same model."""
+        return next((part for part in ("settings", "weights") if getattr(self, part) != getattr(other, part)), None)
+
+
+def identify_model(path: str | Path) -> ModelIdentity:
+    """Identify a Hugging Face folder.
+
+    It reads up to 64 KiB of each tensor at evenly spaced offsets: training changes elements everywhere. The digest does
+    not depend on the division into files.
 
     Raises:
-        ModelError: a weight file is missing or damaged.
+        ModelError: the folder is incomplete.
     """
-    if not ((folder / INDEX_FILE).is_file() or (folder / SINGLE_FILE).is_file()):
+    folder = check_model_folder(path, may_lack_head=True)
+    weights = hashlib.blake2b(digest_size=16)
+    for name, entry in sorted(folder.tensors.items()):
+        weights.update(f"{name} {entry.dtype} {list(entry.shape)}\n".encode())
+        with entry.file.open("rb") as file:
+            last = entry.nbytes - _SAMPLE_BYTES
+            samples = [(last * n // (_SAMPLES - 1), _SAMPLE_BYTES) for n in range(_SAMPLES)]
+            for start, size in samples if entry.nbytes > _SAMPLES * _SAMPLE_BYTES else [(0, entry.nbytes)]:
+                file.seek(entry.offset + start)
+                weights.update(file.read(size))
+    described = {key: value for key, value in folder.config.raw.items() if key not in _VOLATILE}
+    settings = hashlib.blake2b(json.dumps(described, sort_keys=True).encode(), digest_size=16)
+    return ModelIdentity(str(Path(path).absolute()), settings.hexdigest(), weights.hexdigest())
+
+
+class StackedPart(NamedTuple):
+    """Place of an expert's tensor: the file's tensor, and the expert's number in it."""
+
+    name: str
+    expert: int
+
+
+def stacked_parts(config: ModelConfig) -> dict[str, StackedPart]:
+    """Return each expert tensor's place in a file's stacked tensors, by name; empty if files do not stack them."""
+    if config.experts is None:
         return {}
-    return _tensor_entries(folder)
+    stacked = [declared for declared in family_of(config.architecture).layer if declared.hf[0].stacked]
+    return {
+        tensor.name.format(layer=layer, expert=expert): StackedPart(tensor.stacked.format(layer=layer), expert)
+        for layer in range(config.num_layers)
+        for declared in stacked
+        if declared.when is None or declared.when(config, layer)
+        for tensor in declared.hf
+        for expert in range(config.experts.count)
+    }
+
+
+def file_shapes(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, StackedPart]) -> dict[str, tuple[int, ...]]:
+    """Return a file's tensor shapes from those of the weight map, in the same order; ``parts`` stacks experts."""
+    result: dict[str, tuple[int, ...]] = {}
+    for name, shape in shapes.items():
+        part = parts.get(name)
+        result[name if part is None else part.name] = shape if part is None else (part.expert + 1, *reversed(shape))
+    return result

@@ -24,13 +24,23 @@ from megarl.base.atomic_write import replace_folder, restore_replaced_folder
 from megarl.base.errors import CheckpointError, ExportError
 from megarl.base.files import flush_path
 from megarl.models.end_tokens import GENERATION_FILE
-from megarl.models.expert_files import file_shapes, stacked_parts
 from megarl.models.hf_checkpoint import HFReader, region
-from megarl.models.hf_folder import HEAD, INDEX_FILE, SCORE, SCORE_BIAS, SINGLE_FILE, ModelFolder, tensor_entries
+from megarl.models.hf_folder import (
+    HEAD,
+    INDEX_FILE,
+    SCORE,
+    SCORE_BIAS,
+    SINGLE_FILE,
+    ModelFolder,
+    file_shapes,
+    stacked_parts,
+    tensor_entries,
+)
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
 from megarl.models.multi_token import carried_tensors, with_multi_token_layers
 from megarl.models.partition import LocalParam, Piece
 from megarl.models.registry import known_architectures
+from megarl.models.verification import Coverage
 
 COPIED_FILES = (
     "tokenizer*",
@@ -52,11 +62,7 @@ _CAUSAL, _BARE = "ForCausalLM", "Model"
 
 
 def copy_companions(source: Path, target: Path) -> None:
-    """Copy the files of :data:`COPIED_FILES` from ``source``, including folders of chat templates.
-
-    Raises:
-        OSError: reading or writing failed.
-    """
+    """Copy the files of :data:`COPIED_FILES` from ``source``, including folders of chat templates; raises OSError."""
     for pattern in COPIED_FILES:
         for path in source.glob(pattern):
             if path.is_file():
@@ -71,8 +77,8 @@ def write_companions(
     """Write config and tokenizer into a checkpoint, so that it can be converted without the original model.
 
     Args:
-        folder: the folder; its parent exists.
-        copy_from: folder from which the tokenizer files are copied; None = no copies.
+        folder: created if missing; its parent exists.
+        copy_from: source of the tokenizer files; None = no copies.
 
     Returns:
         Paths of its files, relative to its parent, flushed to disk.
@@ -96,8 +102,8 @@ def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.
     """Build the ``config.json`` of exported weights, with the architecture that loads them.
 
     A language model that got a scalar head becomes a token classification model with one label, the usual form of a
-    critic, or a sequence classification model if the family has no token classification. A model that already had a
-    scalar head keeps its architecture. Weights without any head become the bare model.
+    critic, or a sequence classification model if the family has no other. A model that had a scalar head keeps its
+    architecture. Weights without any head become the bare model.
 
     Args:
         dtype: dtype of most elements; None if no tensor is written.
@@ -123,45 +129,23 @@ def needs_head_bias(exported: dict[str, Any]) -> bool:
     return architecture.endswith(VALUE_MODELS[1]) and bool(exported.get("token_classification_bias", True))
 
 
-class _Assembly:
-    """A Hugging Face tensor that is assembled from rectangles."""
-
-    def __init__(self, shape: tuple[int, ...], dtype: torch.dtype) -> None:
-        self.tensor = torch.empty(shape, dtype=dtype)
-        self.missing = prod(shape)
-        self._arrived: list[Piece] = []
-
-    def add(self, piece: Piece, values: Tensor) -> None:
-        """Copy a rectangle into the tensor; raise CheckpointError if it overlaps an earlier one."""
-        for earlier in self._arrived:
-            bounds = zip(piece.start, piece.stop, earlier.start, earlier.stop, strict=True)
-            if all(a < d and c < b for a, b, c, d in bounds):
-                text = f"tensor '{piece.hf_name}': elements {list(piece.start)} to {list(piece.stop)} arrived twice"
-                raise CheckpointError(text, code="checkpoint.export-overlap")
-        region(self.tensor, piece.start, piece.shape).copy_(values)
-        self._arrived.append(piece)
-        self.missing -= values.numel()
-
-
 class HFWriter:
     """Stream an export: write a shard file, and free its memory, as soon as its tensors are complete.
 
-    A value head on a language model is exported as a token classification model with a zero bias (see
-    :func:`exported_config`). Multi-token prediction layers, which are not trained, are copied from ``copy_from``
-    unchanged (:mod:`megarl.models.multi_token`).
+    A value head on a language model is exported as a token classification model with a zero bias
+    (:func:`exported_config`). Multi-token prediction layers are copied unchanged (:mod:`megarl.models.multi_token`).
 
-    A context manager. All files go to a hidden folder next to ``path``. It is renamed to ``path`` if the block succeeds
-    and removed if it fails, so ``path`` is never incomplete.
+    A context manager. All files go to a hidden folder next to ``path``, which is renamed if the block succeeds and
+    removed if it fails, so ``path`` is never incomplete.
 
     Args:
-        config: the model; its ``config.json`` is written with the dtype of the weights and the architecture that loads
-            them.
+        config: the model; see :func:`exported_config`.
         shapes: the tensors to write, from :meth:`WeightMap.hf_shapes`.
         float32: names of the tensors that arrive in float32 with every weight dtype. They are written in the dtype of
             ``copy_from`` if it holds their values exactly.
         max_shard_bytes: size limit of a shard file.
-        copy_from: the initial model folder, from which tokenizer, chat template, generation config and multi-token
-            prediction layers are copied; None = no copies.
+        copy_from: the initial model folder, source of tokenizer, chat template, generation config and multi-token
+            prediction layers; None = no copies.
         overwrite: replace an existing ``path``; a reader sees the old folder or the new one.
 
     Raises:
@@ -205,7 +189,7 @@ class HFWriter:
         self._nbytes = 0  # of the written tensors
         self._shard_of: dict[str, int] = {}
         self._unwritten: list[set[str]] = []  # by shard, the incomplete tensors
-        self._assemblies: dict[str, _Assembly] = {}
+        self._assemblies: dict[str, tuple[Tensor, Coverage]] = {}
 
     def __enter__(self) -> HFWriter:
         restore_replaced_folder(self.path)
@@ -246,8 +230,7 @@ class HFWriter:
         if shape is None:
             text = f"tensor '{piece.hf_name}' is not part of the exported model"
             raise CheckpointError(text, code="checkpoint.export-unknown-tensor")
-        inside = len(shape) == len(piece.stop) and all(b <= n for b, n in zip(piece.stop, shape, strict=True))
-        if not inside or tuple(values.shape) != piece.shape:
+        if tuple(values.shape) != piece.shape:
             raise CheckpointError(
                 f"tensor '{piece.hf_name}' of shape {list(shape)}: {list(values.shape)} elements do not fit at "
                 f"{list(piece.start)} to {list(piece.stop)}",
@@ -257,15 +240,17 @@ class HFWriter:
         if piece.hf_name not in self._unwritten[self._shard_of[piece.hf_name]]:
             text = f"tensor '{piece.hf_name}': elements at {list(piece.start)} arrived twice"
             raise CheckpointError(text, code="checkpoint.export-overlap")
-        assembly = self._assemblies.get(piece.hf_name)
-        if assembly is None:
-            assembly = self._assemblies[piece.hf_name] = _Assembly(shape, values.dtype)
-        assembly.add(piece, values.detach())
-        if assembly.missing == 0:
+        if piece.hf_name not in self._assemblies:
+            cover = Coverage(piece.hf_name, shape, CheckpointError)
+            self._assemblies[piece.hf_name] = torch.empty(shape, dtype=values.dtype), cover
+        tensor, cover = self._assemblies[piece.hf_name]
+        cover.add(piece.start, piece.shape)
+        region(tensor, piece.start, piece.shape).copy_(values.detach())
+        if cover.written == cover.expected:
             self._complete(piece.hf_name)
 
     def _in_file(self, piece: Piece, values: Tensor) -> tuple[Piece, Tensor]:
-        """Return the rectangle, and its values, in the file's tensor of all experts if the file has one."""
+        """A rectangle and its values, in the file's tensor of all experts if there is one."""
         part = self._parts.get(piece.hf_name)
         if part is None:
             return piece, values
@@ -305,7 +290,7 @@ class HFWriter:
         self._unwritten[shard].remove(name)
         if not self._unwritten[shard]:
             names = [n for n, s in self._shard_of.items() if s == shard]
-            tensors = {n: self._in_file_dtype(n, self._assemblies.pop(n).tensor) for n in names}
+            tensors = {n: self._in_file_dtype(n, self._assemblies.pop(n)[0]) for n in names}
             self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
             with self._writing():
                 save_file(tensors, str(self._folder / self._file_name(shard)), metadata={"format": "pt"})
@@ -344,7 +329,8 @@ class HFWriter:
                 code="checkpoint.export-incomplete",
             )
         if len(self._unwritten) > 1:
-            self._write_index()
+            file_of = {name: self._file_name(shard) for name, shard in self._shard_of.items()}
+            self._write_json(INDEX_FILE, {"metadata": {"total_size": self._nbytes}, "weight_map": file_of})
         self._write_json("config.json", exported_config(self._config, self._shapes, self._dtype))
         if self._copy_from is not None:
             copy_companions(self._copy_from, self._folder)
@@ -356,16 +342,11 @@ class HFWriter:
 
     def _add_carried(self) -> None:
         """Copy the multi-token prediction layers."""
-        assert self._copy_from is not None or not self._carried
         reader = HFReader(ModelFolder(self._copy_from or Path(), self._config, self._carried))
         for name, entry in self._carried.items():
             zeros = (0,) * len(entry.shape)
             piece = Piece(name, zeros, entry.shape, zeros)
             self.add_piece(piece, reader.read(piece))
-
-    def _write_index(self) -> None:
-        file_of = {name: self._file_name(shard) for name, shard in self._shard_of.items()}
-        self._write_json(INDEX_FILE, {"metadata": {"total_size": self._nbytes}, "weight_map": file_of})
 
     def _write_json(self, name: str, content: Mapping[str, Any]) -> None:
         (self._folder / name).write_text(json.dumps(content, indent=2) + "\n", encoding="utf-8")

@@ -41,10 +41,9 @@ class ParallelLayout(NamedTuple):
         ep: groups of ranks that divide the experts.
         etp: ranks that share each expert; 0 = same as ``tp``.
         vpp: chunks of layers per stage (interleaved schedule).
-        first_stage_layers: layers of the first stage; None = even split.
-        last_stage_layers: layers of the last stage; None = even split.
+        first_stage_layers: layers of the first stage, likewise of the last; None = even split.
         embedding_as_layer: the embedding counts as one layer in the even split.
-        loss_as_layer: the output layer and the loss count as one layer in the even split.
+        loss_as_layer: output layer and loss count as one layer in the even split.
     """
 
     tp: int = 1
@@ -81,18 +80,14 @@ class ParallelLayout(NamedTuple):
 
     @property
     def row_divisor(self) -> int:
-        """Number that the rows of a batch must be a multiple of, if each rank's micro-batches may have one row.
+        """Divisor of a batch's rows if micro-batches may have one row.
 
         Data-parallel ranks have equal numbers of rows, and the interleaved schedule fills its stages.
         """
         return self.dp * (self.pp if self.vpp > 1 else 1)
 
     def coordinate(self, rank: int) -> RankCoordinate:
-        """Return the coordinate of a rank.
-
-        Raises:
-            IndexError: the rank is outside ``[0, world_size)``.
-        """
+        """Return a rank's coordinate; raises IndexError outside ``[0, world_size)``."""
         self._check_rank(rank)
         rest, tp = divmod(rank, self.tp)
         rest, cp = divmod(rest, self.cp)
@@ -100,11 +95,7 @@ class ParallelLayout(NamedTuple):
         return RankCoordinate(tp, dp, pp, cp)
 
     def expert_coordinate(self, rank: int) -> ExpertCoordinate:
-        """Return the coordinate of a rank among the experts of its stage.
-
-        Raises:
-            IndexError: the rank is outside ``[0, world_size)``.
-        """
+        """Return a rank's coordinate among its stage's experts; raises IndexError outside ``[0, world_size)``."""
         self._check_rank(rank)
         rest, etp = divmod(rank % self.ranks_per_stage, self.expert_tp)
         edp, ep = divmod(rest, self.ep)
@@ -172,15 +163,11 @@ class ParallelLayout(NamedTuple):
 
 
 def check_pipeline(num_layers: int, layout: ParallelLayout, field: str) -> None:
-    """Check that the decoder layers divide over pipeline stages and chunks.
-
-    The error names the most specific key that alone can repair the layout.
-
-    Args:
-        field: the config group of the layout.
+    """Check that the decoder layers divide over pipeline stages and chunks; ``field`` is the layout's config group.
 
     Raises:
-        ConfigError: the layers do not divide; names the key, its value and all valid values.
+        ConfigError: they do not; names the most specific key that alone can repair the layout, its value and all valid
+            ones.
     """
     if fits_pipeline(num_layers, layout):
         return

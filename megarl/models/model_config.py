@@ -59,7 +59,7 @@ class Experts:
     biases: bool = False
     """The projections of router and routed experts have biases."""
     clamped: ClampedGate | None = None
-    """Activation of the routed experts; None = ``silu`` of the first half of the rows, times the second half."""
+    """The routed experts' activation; None = ``silu`` of the first half of the rows, times the second half."""
 
 
 @dataclass(frozen=True)

@@ -31,10 +31,7 @@ def is_multi_token(config: ModelConfig, name: str) -> bool:
 
 
 def unused_tensors(folder: ModelFolder) -> list[str]:
-    """Return the tensors of a model folder that no load reads: not the model's, nor multi-token prediction layers'.
-
-    A tied output layer, which has been compared with the embedding, and a scalar head are not among them.
-    """
+    """Return the tensors that no load reads: neither the model's, nor a head, nor multi-token prediction layers'."""
     config = folder.config
     known = {*WeightMap(config, value_head=config.is_value_model).hf_shapes(), SCORE, SCORE_BIAS}
     if config.tie_word_embeddings:
@@ -54,34 +51,30 @@ def warn_of_unused(folder: str | Path, names: Sequence[str]) -> None:
 
 
 def carried_tensors(folder: Path | None, config: ModelConfig, exported: Collection[str]) -> dict[str, TensorEntry]:
-    """Return the tensors of multi-token prediction layers that an export takes from the initial folder.
+    """Return the multi-token prediction tensors that an export takes from the initial folder.
 
     Models with a scalar head have none: they predict no tokens. If the folder is gone or lacks layers that the config
     announces, a warning names it, and the exported config announces none (:func:`with_multi_token_layers`).
 
     Args:
         folder: the initial model folder; it may be damaged, lack weights, or not exist. None = unknown.
-        exported: names of the other tensors of the export.
+        exported: names of the other exported tensors.
     """
     if SCORE in exported:
         return {}
-    entries, name = dict[str, TensorEntry](), "the initial model folder" if folder is None else f"{folder}"
+    carried, name = dict[str, TensorEntry](), str(folder or "the initial model folder")
     try:
         entries = {} if folder is None else tensor_entries(folder)
+        carried = {tensor: entry for tensor, entry in entries.items() if is_multi_token(config, tensor)}
     except ModelError as error:
         name = f"{error.text}; {name}"
-    carried = {tensor: entry for tensor, entry in entries.items() if is_multi_token(config, tensor)}
     if not carried:
         warn_of_missing_layers(config, name)
     return carried
 
 
 def warn_of_missing_layers(config: ModelConfig, folder: str) -> None:
-    """Warn that an export has no multi-token prediction layers, if ``config.json`` announces some.
-
-    Args:
-        folder: the folder without their weights, for the message.
-    """
+    """Warn that an export has none of the layers that ``config.json`` announces; ``folder`` lacks their weights."""
     announced = announced_layers(config)
     if announced:
         logger.warning(
@@ -93,7 +86,7 @@ def warn_of_missing_layers(config: ModelConfig, folder: str) -> None:
 
 
 def with_multi_token_layers(raw: Mapping[str, Any], config: ModelConfig, exported: Iterable[str]) -> dict[str, Any]:
-    """Return the content of an exported ``config.json``, which announces only layers whose tensors are there."""
+    """Return an exported ``config.json``, which announces only layers whose tensors are there."""
     if any(is_multi_token(config, name) for name in exported):
         return dict(raw)
     return {key: 0 if key in (*_AFTER_LAST, _SEPARATE) else value for key, value in raw.items()}

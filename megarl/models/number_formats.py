@@ -31,7 +31,7 @@ class BlockwiseFP8(NamedTuple):
     Attributes:
         codes: e4m3 ``[rows, columns]``.
         scales: float32 ``[ceil(rows / 128), ceil(columns / 128)]``.
-        finite: bool scalar on the matrix's device: no weight was infinite or NaN, for which there are no codes.
+        finite: bool scalar on the device: no weight was infinite or NaN, which have no codes.
     """
 
     codes: Tensor
@@ -40,12 +40,9 @@ class BlockwiseFP8(NamedTuple):
 
 
 def quantize_blocks(matrix: Tensor) -> BlockwiseFP8:
-    """Quantize a matrix to blockwise FP8: the largest weight of each block gets the code 448.
+    """Quantize ``matrix [rows, columns]`` to blockwise FP8: the largest weight of each block gets the code 448.
 
     The codes are rounded to nearest, ties to even. A block of zeros has codes 0 and scale 1.
-
-    Args:
-        matrix: ``[rows, columns]``, any floating-point dtype.
     """
     codes = torch.empty_like(matrix, dtype=FP8_DTYPE)
     scales = matrix.new_empty(scales_shape(matrix.shape), dtype=torch.float32)
@@ -71,7 +68,7 @@ def dequantize_blocks(quantized: BlockwiseFP8, out: Tensor) -> None:
 
 
 def scales_shape(shape: torch.Size | tuple[int, ...]) -> tuple[int, ...]:
-    """Return the shape of the scales of a matrix, or of matrices stacked along leading dimensions."""
+    """Return the scales' shape for a matrix, or for matrices stacked along leading dimensions."""
     return (*shape[:-2], *(-(-size // FP8_BLOCK) for size in shape[-2:]))
 
 
@@ -84,7 +81,7 @@ def _blocks(strip: Tensor) -> Tensor:
 
 
 def _strips(shape: torch.Size | tuple[int, ...]) -> list[tuple[slice, slice]]:
-    """Cut a matrix into strips of whole block rows: slices of its rows and of the rows of its scales."""
+    """Cut a matrix into strips of whole block rows: slices of its rows and its scales' rows."""
     rows, columns = shape
     blocks = max(1, _STRIP_ELEMENTS // (columns * FP8_BLOCK))
     firsts = range(0, -(-rows // FP8_BLOCK), blocks)

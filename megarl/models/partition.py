@@ -10,11 +10,7 @@ LOGITS_CHUNK_BYTES = 256 * 2**20
 
 
 def logits_chunk_rows(columns: int) -> int:
-    """Return the number of tokens whose logits are converted to float32 at a time; at least 1.
-
-    Args:
-        columns: a rank's columns of the vocabulary.
-    """
+    """Return the number of tokens whose logits, a rank's ``columns``, are float32 at a time; at least 1."""
     return max(1, LOGITS_CHUNK_BYTES // (4 * max(columns, 1)))
 
 
@@ -59,7 +55,7 @@ class RowRange(NamedTuple):
 
 
 class FullTensor(NamedTuple):
-    """A Hugging Face tensor by name and shape."""
+    """A Hugging Face tensor."""
 
     name: str
     shape: tuple[int, ...]

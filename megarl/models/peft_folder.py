@@ -12,7 +12,6 @@ from megarl.models.adapters import DORA, LORA, AdapterMap
 from megarl.models.hf_folder import (
     EMBEDDING,
     HEAD,
-    ModelFolder,
     TensorEntry,
     check_model_folder,
     equal_values,
@@ -75,7 +74,7 @@ class AdapterFolder:
             raise ConfigError(f"{_KEY}={path}: {error.text}", code=error.code) from None
         tensors = {name.removeprefix(PREFIX): entry._replace(stored_as=name) for name, entry in stored.items()}
         self.base_weights = {n.replace(_BASE_WEIGHT, "."): e for n, e in tensors.items() if _is_base_weight(n)}
-        """Copies of the base model's weights: peft adds those of an adapted output layer, and of resized embeddings."""
+        """Copies of base weights: peft adds an adapted output layer and resized embeddings."""
         self.tensors: dict[str, TensorEntry] = {n: e for n, e in tensors.items() if not _is_base_weight(n)}
 
     @property
@@ -84,7 +83,7 @@ class AdapterFolder:
         return DORA if self.config.get("use_dora") else LORA
 
     def check(self, adapters: AdapterMap) -> None:
-        """Check that the folder has exactly the adapters of a role.
+        """Check that the folder has exactly a role's adapters.
 
         Raises:
             ConfigError: names the key that differs, or the tensor.
@@ -107,16 +106,10 @@ class AdapterFolder:
             if name in adapters.head and stored_shape is None:
                 continue  # adapters of a language model: the head is new
             if stored_shape != shapes.get(name):
-                here, in_folder = (
-                    "is absent" if shape is None else f"has shape {list(shape)}"
-                    for shape in (shapes.get(name), stored_shape)
-                )
+                pair = shapes.get(name), stored_shape
+                here, in_folder = ("is absent" if shape is None else f"has shape {list(shape)}" for shape in pair)
                 text = f"{_KEY}={self.path}: '{name}' {in_folder} there, and {here} with this model and target_modules"
                 raise ConfigError(text, code="adapter.tensor-differs")
-
-    def as_model_folder(self, adapters: AdapterMap) -> ModelFolder:
-        """Return the tensors by their names in :class:`AdapterMap`, for a reader of model folders."""
-        return ModelFolder(self.path, adapters.model, self.tensors)
 
     def check_base(self, path: str | Path) -> None:
         """Check that the copies of base weights are those of a base model, which peft replaces with them.
@@ -176,11 +169,7 @@ def _read_config(file: Path) -> dict[str, Any]:
 
 
 def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:
-    """Build the contents of ``adapter_config.json``.
-
-    Args:
-        base: folder or hub name of the base model.
-    """
+    """Build the contents of ``adapter_config.json``; ``base`` is the base model's folder or hub name."""
     options, head = adapters.options, adapters.head
     return {
         "peft_type": "LORA",
@@ -200,7 +189,7 @@ def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:
 
 
 def _peft_targets(adapters: AdapterMap) -> list[str]:
-    """Module names that peft's rule matches to exactly the adapted layers: last parts where possible."""
+    """Names that peft's rule matches to exactly the adapted layers: last parts where possible."""
     adapted = [name.removesuffix(".weight") for name in adapters.targets]
     others = {name.removesuffix(".weight") for name in adapters.base_shapes} - set(adapted)
     ambiguous = {name.rpartition(".")[2] for name in others}

@@ -107,9 +107,6 @@ def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
 
     A family that declares the architecture, such as one in ``external_lib``, is accepted.
 
-    Args:
-        architecture: name from ``architectures``.
-
     Raises:
         ModelError: the model is not a decoder of text, or has parts that megarl does not compute; names them.
     """
@@ -151,6 +148,13 @@ def refuse_settings(raw: Mapping[str, Any], **supported: Any) -> None:
             raise ModelError(text, code="model.unsupported-setting")
 
 
+def require_fields(raw: Mapping[str, Any], *names: str) -> None:
+    """Reject a ``config.json`` that lacks one of the fields; raises ModelError."""
+    for name in names:
+        if raw.get(name) is None:
+            raise ModelError(f"config.json: {name} is missing", code="model.field-missing")
+
+
 def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``config.json`` with each of :data:`SYNONYMS` under all its names.
 
@@ -170,11 +174,10 @@ def under_all_names(raw: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, least: int = 1, file: str = _CONFIG) -> int:
-    """Read an integer from ``config.json``, or from another file.
+    """Read an integer, at least ``least``.
 
     Args:
         default: value of an absent or null field; None = the field is required.
-        least: smallest allowed value.
 
     Raises:
         ModelError: the field is missing, not an integer, or too small.
@@ -189,12 +192,7 @@ def count(raw: Mapping[str, Any], name: str, default: int | None = None, *, leas
 
 
 def number(
-    raw: Mapping[str, Any],
-    name: str,
-    default: float | None = None,
-    *,
-    above: float = 0.0,
-    file: str = _CONFIG,
+    raw: Mapping[str, Any], name: str, default: float | None = None, *, above: float = 0.0, file: str = _CONFIG
 ) -> float:
     """Read a number.
 
@@ -213,10 +211,7 @@ def number(
 
 
 def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, file: str = _CONFIG) -> bool:
-    """Read true or false; null is false, as in transformers.
-
-    Args:
-        default: value of an absent field.
+    """Read true or false, ``default`` if absent; null is false, as in transformers.
 
     Raises:
         ModelError: the field has another value.
@@ -228,11 +223,7 @@ def flag(raw: Mapping[str, Any], name: str, default: bool = False, *, file: str 
 
 
 def json_object(raw: Mapping[str, Any], name: str) -> Mapping[str, Any]:
-    """Read an object from ``config.json``; an absent or null one is empty.
-
-    Raises:
-        ModelError: the field is no object.
-    """
+    """Read an object; an absent or null one is empty, and another value raises ModelError."""
     value = raw.get(name)
     if value is not None and not isinstance(value, Mapping):
         raise _wrong(_CONFIG, name, value, "an object")
@@ -273,7 +264,7 @@ def rope_section(raw: Mapping[str, Any], *, by_kind: bool = False) -> Mapping[st
 
 
 def window_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
-    """Read for each decoder layer from ``layer_types`` whether it has sliding-window attention.
+    """Read from ``layer_types`` for each decoder layer whether it has sliding-window attention.
 
     Args:
         every: in a file without the field, each layer has a window except every such one.
@@ -285,10 +276,7 @@ def window_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
 
 
 def linear_layers(raw: Mapping[str, Any], every: int) -> tuple[bool, ...]:
-    """Read for each decoder layer from ``layer_types`` whether it has linear attention.
-
-    Args:
-        every: in a file without the field, each layer has it except every such one.
+    """Read from ``layer_types`` for each decoder layer whether it has linear attention, as :func:`window_layers` does.
 
     Raises:
         ModelError: a layer has another kind of attention, no layer has full attention, or a layer has no entry.
@@ -351,13 +339,10 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
 
 
 def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) -> None:
-    """Reject sliding-window attention that is shorter than the longest sequence.
-
-    Args:
-        default: the window if the file does not contain one.
+    """Reject a sliding window, by default ``default``, below the longest sequence (``max_position_embeddings``).
 
     Raises:
-        ModelError: the window is shorter than ``max_position_embeddings``.
+        ModelError: the window is shorter.
     """
     if raw.get("sliding_window", default) is None:
         return
@@ -365,16 +350,12 @@ def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) ->
     if window < longest:
         raise ModelError(
             f"config.json: sliding_window={window} is less than max_position_embeddings={longest}, and sliding-window "
-            "attention is not supported; if no sequence is "
-            f"longer than {window}, set max_position_embeddings to it: the model then computes the same",
+            f"attention is not supported; if no sequence is longer than {window}, set max_position_embeddings to it: "
+            "the model then computes the same",
             code="model.sliding-window",
         )
 
 
 def missing_parts(architecture: str) -> str:
-    """Return the parts of an architecture that megarl lacks; empty if it is not listed.
-
-    Args:
-        architecture: name from ``architectures``, with any head or without one.
-    """
+    """Return the parts that megarl lacks of an architecture, with any head or none; empty if it is not listed."""
     return MISSING_PARTS.get(architecture.partition("For")[0].removesuffix("Model"), "")

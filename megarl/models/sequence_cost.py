@@ -39,7 +39,7 @@ class SequenceCost(NamedTuple):
         return costs
 
     def attention(self, length: int) -> float:
-        """Estimate the cost of attention, and of states, within a sequence of ``length`` tokens."""
+        """Estimate a sequence's cost in attention and states, for ``length`` tokens."""
         pairs = self.quadratic * length**2 + self.windowed * squares_in_window(length, self.window)
         return pairs + self.recurrent * length
 
@@ -64,10 +64,7 @@ def sequence_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceC
     half of all pairs, and with as many values, two operations per element. Layers with sliding-window attention count
     in ``windowed`` instead. Gated delta nets count in ``recurrent``: per value head three products with the state, half
     of the pairs within a chunk, and the solution of its triangular system; and the convolution. Embedding, norms and
-    softmax are not counted. A layout divides the work of all sequences equally and does not change the comparison.
-
-    Args:
-        value_head: the model has a scalar head instead of the output layer.
+    softmax are not counted.
     """
     layers = [layer_cost(config, layer) for layer in range(config.num_layers)]
     parts = zip(*layers, head_cost(config, value_head=value_head), strict=True)

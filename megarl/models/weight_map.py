@@ -1,4 +1,4 @@
-"""The weight map between Megatron's parameters, the rollout engine's parameters, and a Hugging Face checkpoint.
+"""The weight map between the parameters of Megatron and the rollout engine, and a Hugging Face checkpoint.
 
 Every local tensor, in any layout, is a set of rectangles of Hugging Face tensors (:class:`Piece`). Import, export and
 weight sync all use this description.
@@ -45,9 +45,8 @@ _GROUPED_EXPERT = re.compile(r"\.mlp\.experts\.(linear_fc[12])\.(weight|bias)(\d
 def canonical_name(name: str) -> str:
     """Translate a Megatron parameter name to the name in the weight map.
 
-    Transformer Engine's layer spec fuses the two norms of a layer into the following linear layers and names them after
-    these layers. It also keeps the weights of all experts of a rank in one layer that numbers them. Every other name is
-    returned unchanged.
+    Transformer Engine's layer spec fuses a layer's two norms into the following linear layers and names them after
+    these, and keeps the weights of a rank's experts in one layer that numbers them. Other names stay unchanged.
     """
     for fused, local in _FUSED_NORMS.items():
         if name.endswith(fused):
@@ -75,15 +74,13 @@ class Contribution(NamedTuple):
 
 
 class ShardPattern(NamedTuple):
-    """All instances, over layers and experts, of one parameter that both trainer and rollout engine hold.
+    """All instances, over layers and experts, of one parameter of trainer and rollout engine: one plan for all.
 
-    A plan for one instance applies to all. Names contain ``{layer}`` and ``{expert}``. The pieces describe one
-    instance; every other instance has the same rectangles of its own tensors. The engine stacks experts along a
-    first dimension that the pieces lack.
+    Names contain ``{layer}`` and ``{expert}``. The pieces describe one instance; the others have the same rectangles of
+    their own tensors. The engine stacks experts along a first dimension that the pieces lack.
 
     Attributes:
         copy: name of the additional copy on the last pipeline stage; None without a copy.
-        stage: pipeline stage of the parameter.
         layers: the layers that have it; ``(0,)`` for a parameter outside the layers.
         experts: experts per layer; 0 for a parameter outside the experts.
         sources: pieces on each (expert-)tensor-parallel rank of the trainer; one entry for a replicated parameter.
@@ -116,11 +113,9 @@ class WeightMap:
         self.value_head = value_head
         self._sizes = dimension_sizes(config)
         self._layer = family_of(config.architecture).layer
-        self._output: tuple[Declaration, ...]
+        self._output: tuple[Declaration, ...] = (TIED_LM_HEAD if config.tie_word_embeddings else LM_HEAD,)
         if value_head:
             self._output = (VALUE_HEAD, VALUE_HEAD_BIAS) if config.has_head_bias else (VALUE_HEAD,)
-        else:
-            self._output = (TIED_LM_HEAD if config.tie_word_embeddings else LM_HEAD,)
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
         """Shape of every Hugging Face tensor, in checkpoint order, without a tied output layer."""
@@ -136,20 +131,19 @@ class WeightMap:
     def megatron_params(self, layout: ParallelLayout, rank: int) -> list[LocalParam]:
         """Return the parameters of one training rank.
 
-        Names are those of Megatron's local layer spec, with the global layer number (``decoder.layers.<n>...``) and the
-        expert's number within its layer (``...local_experts.<n>...``). :func:`canonical_name` translates Transformer
-        Engine's names. With tied embeddings and several stages the last stage's
-        ``output_layer.weight`` is a copy of the embedding.
+        Names are those of Megatron's local layer spec (see :func:`canonical_name`), with the global layer number
+        (``decoder.layers.<n>...``) and the expert's number within its layer (``...local_experts.<n>...``). With tied
+        embeddings and several stages the last stage's ``output_layer.weight`` is a copy of the embedding.
         """
         return [self._megatron_shard(instance, layout, rank) for instance in self._held(layout, rank)]
 
     def output_shard(self, tokens: int, padded: int, tp: int, tp_rank: int) -> LocalParam:
-        """Return rows of the output layer, sharded like the vocabulary of another model (a student's).
+        """Return rows of the output layer, sharded like another model's vocabulary (a student's).
 
         Args:
-            tokens: the other model's vocabulary, at most this one's; later rows are left out.
-            padded: rows of the other model's padded vocabulary.
-            tp: tensor-parallel size of the other model.
+            tokens: the other vocabulary, at most this one; later rows are left out.
+            padded: rows of the other padded vocabulary.
+            tp: the other model's tensor-parallel size.
         """
         (tensor,) = self._tensors(ParameterInstance(self._output[0]))
         rows = tensor._replace(shape=(tokens, *tensor.shape[1:]))
@@ -159,8 +153,8 @@ class WeightMap:
         """Return the :meth:`megatron_params` that a rank contributes to an export or a checkpoint.
 
         ``replica`` numbers data- and context-parallel replicas (of experts: the ranks outside expert and expert-tensor
-        parallelism). Over the ranks of one replica each element of each Hugging Face tensor occurs exactly once:
-        unsplit parameters come from tensor-parallel rank 0, and tied copies are never contributed.
+        parallelism). Over a replica's ranks each element of each Hugging Face tensor occurs exactly once: unsplit
+        parameters come from tensor-parallel rank 0, tied copies from none.
         """
         coordinate, expert_coordinate = layout.coordinate(rank), layout.expert_coordinate(rank)
         result = []
@@ -185,14 +179,12 @@ class WeightMap:
 
         ``qkv_proj`` contains this rank's rows of q, then k, then v; ``gate_up_proj`` its rows of gate, then up. The
         rank's experts of a layer are stacked: ``w13_weight`` is ``[experts, gate and up rows of this rank, hidden]``,
-        ``w2_weight`` is ``[experts, hidden, columns of this rank]``. A shard of the vocabulary has no padding rows, so
-        the last ranks may have fewer rows. A tied output layer is absent.
+        ``w2_weight`` is ``[experts, hidden, columns of this rank]``. A vocabulary shard has no padding, so the last
+        ranks may have fewer rows. A tied output layer is absent.
 
         Args:
-            ep: expert-parallel size: ``ep`` groups of ``tp / ep`` neighbouring ranks divide a layer's experts; the
-                ranks of a group split each expert.
-            vocab_multiple: the engine rounds the vocabulary up to a multiple of this number (and of ``tp``) before it
-                divides the rows.
+            ep: ``ep`` groups of ``tp / ep`` neighbouring ranks divide a layer's experts; a group splits each expert.
+            vocab_multiple: the engine rounds the vocabulary up to a multiple of this number (and of ``tp``).
 
         Raises:
             ValueError: ``ep`` does not divide ``tp`` or the number of experts, or ``tp`` does not divide the rounded
@@ -212,10 +204,9 @@ class WeightMap:
         return [partition.stacked(n, parts) if n in expert_names else parts[0] for n, parts in params.items()]
 
     def layer_rollout_names(self, layer: int) -> dict[str, str]:
-        """Return the engine's name of each parameter of a decoder layer.
+        """Return the engine's names of a decoder layer's parameters.
 
-        Keys are Megatron's names after ``decoder.layers.<n>.``, which all families share; ``{expert}`` stays in the
-        names of stacked experts.
+        Keys are Megatron's names after ``decoder.layers.<n>.``, ``{expert}`` included, which all families share.
         """
         return {
             declared.megatron.removeprefix(LAYER_PREFIX): declared.rollout.format(layer=layer)
@@ -224,14 +215,9 @@ class WeightMap:
         }
 
     def patterns(self, layout: ParallelLayout, tp: int, ep: int = 1, vocab_multiple: int = 1) -> list[ShardPattern]:
-        """List name patterns of all parameters that trainer and engine share, one for all layers and experts.
+        """List the parameters that trainer and engine share, each for all layers and experts.
 
-        Args:
-            ep: expert-parallel size of the engine.
-            vocab_multiple: see :meth:`rollout_params`.
-
-        Raises:
-            ValueError: as :meth:`rollout_params`.
+        The engine's arguments are those of :meth:`rollout_params`, likewise the errors.
         """
         expert_tp, _ = self._rollout_experts(tp, ep)
         tied = layout.pp > 1 and TIED_LM_HEAD in self._output
@@ -254,10 +240,8 @@ class WeightMap:
                     len(self._all_experts) if is_expert else 0,
                     declared.float32,
                     declared.is_linear,
-                    tuple(self._megatron_shard(instance, layout, rank).pieces for rank in range(sources)),
-                    tuple(
-                        self._rollout_shard(instance, sharing, rank, vocab_multiple).pieces for rank in range(sharing)
-                    ),
+                    tuple(self._megatron_shard(instance, layout, n).pieces for n in range(sources)),
+                    tuple(self._rollout_shard(instance, sharing, n, vocab_multiple).pieces for n in range(sharing)),
                 )
             )
         return result
@@ -314,8 +298,7 @@ class WeightMap:
         experts = len(self._all_experts)
         if tp % ep or experts % ep:
             raise ValueError(
-                f"rollout expert parallelism ep={ep} must divide tensor parallelism tp={tp} and the number of experts "
-                f"{experts}"
+                f"rollout expert parallelism ep={ep} must divide tensor parallelism tp={tp} and the {experts} experts"
             )
         return tp // ep, experts // ep
 
@@ -388,12 +371,9 @@ class WeightMap:
         return partition.sectioned_shard(name, pairs, tp, tp_rank)
 
     def _tensors(self, instance: ParameterInstance) -> list[FullTensor]:
-        return [
-            FullTensor(
-                t.name.format(layer=instance.layer, expert=instance.expert), tuple(self._sizes[d] for d in t.dims)
-            )
-            for t in instance.declared.hf
-        ]
+        numbers = {"layer": instance.layer, "expert": instance.expert}
+        tensors = ((tensor.name.format(**numbers), tensor.dims) for tensor in instance.declared.hf)
+        return [FullTensor(name, tuple(self._sizes[dim] for dim in dims)) for name, dims in tensors]
 
 
 def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:

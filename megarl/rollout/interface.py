@@ -33,7 +33,7 @@ from megarl.sharding.plan import NO_VERSION as NO_VERSION
 if TYPE_CHECKING:  # the planner, which must start in seconds, imports this package
     from torch import Tensor
 
-    from megarl.models.checksum import ParamRectangle
+    from megarl.models.verification import ParamRectangle
     from megarl.sharding.receiver import ReplicaReceiver
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
@@ -386,7 +386,7 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """Return a digest of each of a rank's parameters, by :func:`megarl.models.checksum.tensor_checksum`."""
+        """Return a digest of each of a rank's parameters, by :func:`megarl.models.verification.tensor_checksum`."""
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
         """Return the checksums of parts of each rank's parameters, computed there; of quantized ones, as they arrived.

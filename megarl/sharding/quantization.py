@@ -17,8 +17,8 @@ from torch import Tensor
 from megarl.base.errors import ModelError, WeightSyncError
 from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, Piece, WeightMap
-from megarl.models.checksum import ParamRectangle
 from megarl.models.declaration import FP8_BLOCK
+from megarl.models.verification import ParamRectangle
 
 MatrixId = tuple[str, int | None]
 """A matrix: the name of its parameter, and its number among stacked experts."""

@@ -17,8 +17,7 @@ from torch import Tensor
 
 from megarl.base.allocators import return_cached_memory
 from megarl.base.errors import WeightSyncError
-from megarl.models.checksum import ParamRectangle
-from megarl.models.coverage import Coverage
+from megarl.models.verification import Coverage, ParamRectangle
 from megarl.sharding.placement import ProcessLocation, Routes
 from megarl.sharding.plan import NO_VERSION, Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
 from megarl.sharding.quantization import IncomingMatrices
@@ -188,7 +187,7 @@ class ShardWeights:
         """Return the checksum of a part of a parameter as it was sent; of a quantized one, as it arrived.
 
         Args:
-            convert: see :meth:`megarl.models.checksum.ParamRectangle.checksum`.
+            convert: see :meth:`megarl.models.verification.ParamRectangle.checksum`.
 
         Raises:
             WeightSyncError: the parameter has another dtype than the part.

@@ -31,7 +31,7 @@ from torch import Tensor
 from megarl.base.child_process import environment_variables
 from megarl.base.errors import WeightSyncError
 from megarl.base.ports import GLOO_INTERFACE
-from megarl.models.checksum import ParamRectangle, tensor_checksum
+from megarl.models.verification import ParamRectangle, tensor_checksum
 from megarl.sharding.placement import current_location
 from megarl.sharding.quantization import IncomingMatrices
 from megarl.sharding.receiver import NOT_CONNECTED, BucketReceiver, ReceiverSpec, ShardWeights

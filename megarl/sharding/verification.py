@@ -22,7 +22,7 @@ if TYPE_CHECKING:
     import torch
     from torch import Tensor
 
-    from megarl.models.checksum import ParamRectangle
+    from megarl.models.verification import ParamRectangle
 
 Box = tuple[tuple[int, ...], tuple[int, ...]]  # start, stop
 
@@ -87,7 +87,7 @@ class PartialChecksum(NamedTuple):
     """Checksum and number of the elements that one process holds of a Hugging Face tensor."""
 
     checksum: int
-    """Sum of :func:`megarl.models.checksum.rectangle_checksum` modulo 2**64."""
+    """Sum of :func:`megarl.models.verification.rectangle_checksum` modulo 2**64."""
     elements: int
 
     def plus(self, other: PartialChecksum) -> PartialChecksum:
@@ -131,7 +131,7 @@ def weight_rectangles(
     Args:
         float32_params: names of parameters that are always sent in float32.
     """
-    from megarl.models.checksum import ParamRectangle
+    from megarl.models.verification import ParamRectangle
 
     sent = str(dtype).removeprefix("torch.")
     return [

@@ -150,7 +150,7 @@ class ActorWorker(PolicyWorker):
     def init_model(self) -> None:
         """Build the model; keep the weights of a reference that shares it, unless they are the base of adapters."""
         super().init_model()
-        self._proximal = ProximalSnapshot(self.engine, self.settings.lora is not None)
+        self._proximal = ProximalSnapshot(self.engine)
         self._as_reference = self.reference_scope() if self.reference else None
         self._reference_head = None
         if self.reference and (self._learns_full_kl or self.reference.full_kl):

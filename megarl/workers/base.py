@@ -36,7 +36,7 @@ from megarl.megatron import (
     init_runtime,
 )
 from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM
-from megarl.megatron.runtime.device_memory import read_device_memory
+from megarl.megatron.runtime.memory import read_device_memory
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb
@@ -144,10 +144,8 @@ class MegatronWorker(SavingWorker):
 
     def reference_scope(self) -> Callable[[], AbstractContextManager[None]]:
         """List the contexts that make the model the reference policy: copied weights or adapters, or adapters off."""
-        if self.settings.lora is None:
+        if self.settings.lora is None or self.settings.reference_adapter:
             return partial(self.engine.swapped_weights, self.engine.copy_weights())
-        if self.settings.reference_adapter:
-            return partial(self.engine.swapped_adapters, self.engine.copy_adapters())
         return self.engine.adapters_off
 
     def model_config(self) -> ModelConfig:

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from megarl.base.errors import DataError
 from megarl.base.reductions import Smallest, Total
-from megarl.megatron.engine.out_of_memory import DeviceMemoryError
+from megarl.megatron.engine.faults import DeviceMemoryError
 from megarl.workers.rows import PackedRows
 from megarl.workers.settings import MicroBatchBudget
 

@@ -3,47 +3,35 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Mapping
 from contextlib import AbstractContextManager
 
-from torch import Tensor
-
-from megarl.megatron import MegatronEngine
-from megarl.megatron.runtime.host_memory import HostCopy
+from megarl.megatron.engine.megatron_engine import MegatronEngine, TrainedCopy
 
 
 class ProximalSnapshot:
     """Keeps a copy of the actor's weights, or with LoRA of its adapters, while the actor goes on learning.
 
     The next copy reuses the host memory of the last one, because page-locking new memory is slow.
-
-    Args:
-        has_adapters: whether the model has adapters, which alone are trained and copied.
     """
 
-    def __init__(self, engine: MegatronEngine, has_adapters: bool) -> None:
+    def __init__(self, engine: MegatronEngine) -> None:
         self._engine = engine
-        self._has_adapters = has_adapters
-        self._weights: HostCopy | None = None
-        self._adapters: Mapping[str, Tensor] | None = None
+        self._copy: TrainedCopy | None = None
         self._is_current = False
 
     @property
     def exists(self) -> bool:
         """Whether there is a copy."""
-        return self._weights is not None or self._adapters is not None
+        return self._copy is not None
 
     def take(self) -> None:
         """Copy the current weights, which replace an earlier copy; may communicate."""
-        if self._has_adapters:
-            self._adapters = self._engine.copy_adapters()
-        else:
-            self._weights = self._engine.copy_weights(reuse=self._weights)
+        self._copy = self._engine.copy_weights(reuse=self._copy)
         self._is_current = True
 
     def free(self) -> None:
         """Free the copy."""
-        self._weights = self._adapters = None
+        self._copy = None
 
     def mark_changed(self) -> None:
         """Note that the actor's weights may differ from the copy from now on."""
@@ -51,9 +39,6 @@ class ProximalSnapshot:
 
     def in_model(self) -> AbstractContextManager[None]:
         """Swap in the snapshot's weights within the context; a no-op while the weights are unchanged."""
-        if self._is_current or not self.exists:
+        if self._is_current or self._copy is None:
             return contextlib.nullcontext()
-        if self._adapters is not None:
-            return self._engine.swapped_adapters(self._adapters)
-        assert self._weights is not None
-        return self._engine.swapped_weights(self._weights)
+        return self._engine.swapped_weights(self._copy)

@@ -60,11 +60,11 @@ def test_peft_loads_the_folder(trained):
 def continued_log_probs(place, folder, setup):
     with engine(place, folder / "base", setup) as built:
         built.load_adapters(folder / "peft")
-        start = built.copy_adapters()
+        start = built.copy_weights()
         outputs = log_probs(built, setup, rows(1))
         for param in built.weights.parameters().values():
             param.data.mul_(2)
-        with built.swapped_adapters(start):
+        with built.swapped_weights(start):
             reference = log_probs(built, setup, rows(1))
         changed = log_probs(built, setup, rows(1))
         return outputs, reference, changed

@@ -14,7 +14,7 @@ from support.distributed import Place
 
 from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
 from megarl.megatron.layers.activations import SwiGLU
-from megarl.megatron.layers.parameter_names import global_names
+from megarl.megatron.layers.lora import global_naming
 from megarl.megatron.runtime import cuda_on_cpu
 from megarl.models import ParallelLayout, WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
@@ -140,7 +140,8 @@ def _fill(module: Any, reader: HFReader, layout: ParallelLayout, rank: int) -> N
     first = 0
     if experts is not None:
         first = layout.expert_coordinate(rank).ep * (experts.count // layout.ep)
-    params = global_names(module, first)
+    rename = global_naming(module, first)
+    params = {rename(name): param for name, param in module.named_parameters()}
     with torch.no_grad():
         for param in params.values():
             param.fill_(7.0)

@@ -16,7 +16,7 @@ from megarl.megatron.checkpoint.pending_save import HostSnapshot
 from megarl.megatron.checkpoint.role_state import read_state
 from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.checkpoint.storage import Item, ItemWriter, TensorBlock
-from megarl.megatron.runtime.host_memory import TensorMemory
+from megarl.megatron.runtime.memory import TensorMemory
 from megarl.models import ParallelLayout
 from tests.megatron.test_megatron_checkpoint import (
     TP2PP2,
@@ -203,7 +203,7 @@ def test_failed_export_raises_on_every_rank(pool, tmp_path):
 
 @pytest.mark.parametrize("chunk_bytes", [16, 100, 2**20])
 def test_snapshots_keep_values_and_memory(monkeypatch, chunk_bytes):
-    monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("megarl.megatron.runtime.memory.CHUNK_BYTES", chunk_bytes)
     snapshot = HostSnapshot(torch.device("cpu"))
     tensors = [torch.randn(3, 5), torch.randn(7).bfloat16(), torch.randn(0), torch.randn(2, 2, dtype=torch.float64)]
     for tensor in tensors * 2:
@@ -225,7 +225,7 @@ def weight_item(tensor):
 
 def test_snapshot_of_items_larger_than_a_chunk_wastes_less_than_a_chunk(monkeypatch):
     """A page-locked allocation is rounded up to a power of two: 2.2 GB in one piece would take 4 GB."""
-    monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1024)
+    monkeypatch.setattr("megarl.megatron.runtime.memory.CHUNK_BYTES", 1024)
     snapshot = HostSnapshot(torch.device("cpu"))
     tensors = [torch.randn(5, 77), torch.randn(3), torch.randn(999)]
     copies = snapshot.take([weight_item(tensor) for tensor in tensors])

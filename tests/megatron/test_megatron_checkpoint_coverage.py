@@ -23,7 +23,7 @@ from megarl.base.errors import CheckpointError, ConfigError
 from megarl.megatron.checkpoint.sharded import StoredState, saved_items
 from megarl.megatron.checkpoint.storage import SavePlanner, check_index, check_written
 from megarl.megatron.engine.optimizer import StateShard
-from megarl.megatron.runtime.host_memory import TensorMemory
+from megarl.megatron.runtime.memory import TensorMemory
 from megarl.models import ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap, LoraOptions
 

@@ -14,7 +14,7 @@ from megarl.megatron.checkpoint.pending_save import HostSnapshot
 from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
 from megarl.megatron.checkpoint.storage import ItemWriter
 from megarl.megatron.engine.offload import OPTIMIZER, PARAM, PARTS, Offloader
-from megarl.megatron.runtime.host_memory import HostBuffer
+from megarl.megatron.runtime.memory import HostBuffer
 from megarl.models import ParallelLayout
 from tests.megatron.test_megatron_checkpoint import (
     TP2PP2,
@@ -46,7 +46,7 @@ def recorded(cls, name):
 def offloading_engine(place, layout, dtype, parts):
     """An engine whose offloaded tensors are spread over many chunks of host memory."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1008)
+        patch.setattr("megarl.megatron.runtime.memory.CHUNK_BYTES", 1008)
         try:
             yield build(place, layout, {"dtype": dtype, "offload": parts})
         finally:

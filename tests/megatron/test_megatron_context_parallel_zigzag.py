@@ -53,8 +53,8 @@ def test_parts_cover_every_token_once(lengths, ranks, multiple):
     parts = parts_of(packed, ranks, multiple)
     whole: list[list[int]] = [[-1] * length for length in parts[0].lengths]
     for rank, part in enumerate(parts):
-        assert part.num_tokens == sum(part.lengths) // ranks
-        assert part.num_tokens % multiple == 0
+        assert len(part.tokens) == sum(part.lengths) // ranks
+        assert len(part.tokens) % multiple == 0
         start = 0
         for sequence, length in zip(whole, part.lengths, strict=True):
             here = slice(start, start + length // ranks)
@@ -72,7 +72,7 @@ def test_parts_cover_every_token_once(lengths, ranks, multiple):
     assert whole[: len(real)] == padded
     assert not any(token for sequence in whole[len(real) :] for token in sequence)
     # Tokens that are not real: fewer than two per rank and sequence, beside the filler.
-    computed = sum(part.num_tokens for part in parts) - sum(len(sequence) for sequence in whole[len(real) :])
+    computed = sum(len(part.tokens) for part in parts) - sum(len(sequence) for sequence in whole[len(real) :])
     assert 0 <= computed - packed.num_tokens <= (len(real) * (2 * ranks - 1) if ranks > 1 else 0)
 
 

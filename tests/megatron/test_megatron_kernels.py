@@ -20,9 +20,11 @@ from tiny_models import model_config
 from megarl.megatron import init_runtime, shutdown_runtime
 from megarl.megatron.layers import kernels
 from megarl.megatron.layers import torch_layers as layers
+from megarl.megatron.layers.kernels import PackedFlashKernel, flash_prefix_attention, flash_sink_attention
 from megarl.megatron.layers.torch_layers import PackedAttention, PackedSequences
 from megarl.megatron.runtime import versions
 from megarl.models import ParallelLayout
+from megarl.models.functional import sink_attention
 
 DELTA_NETS = MODELS["qwen3_next_dense"]
 RUNS = ((3, 4), (1, 5))
@@ -31,8 +33,7 @@ ENDS = torch.tensor([0, 4, 8, 12, 17], dtype=torch.int32)
 
 def test_cpu_uses_torch_kernels():
     chosen = kernels.kernels(model_config("llama"), torch.device("cpu"), torch.bfloat16, trains=False)
-    assert chosen == ("torch", "torch's, length by length", "", "", "")
-    assert chosen.describe().startswith("layers: torch, attention: torch's, length by length, Megatron-Core 0.")
+    assert chosen == {"layers": "torch", "attention": "torch's, length by length"}
 
 
 @pytest.mark.parametrize(
@@ -41,7 +42,7 @@ def test_cpu_uses_torch_kernels():
 def test_kernel_of_the_experts_is_described(monkeypatch, usable, experts):
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
     chosen = kernels.kernels(model_config("mixtral"), torch.device("cuda"), torch.bfloat16, trains=True)
-    assert chosen.experts == experts and f", experts: {experts}, Adam: torch's, Megatron-Core" in chosen.describe()
+    assert list(chosen.items())[2:] == [("experts", experts), ("Adam", "torch's")]
 
 
 @pytest.mark.parametrize(
@@ -55,10 +56,11 @@ def test_kernel_of_the_experts_is_described(monkeypatch, usable, experts):
 )
 def test_gpu_uses_the_best_usable_kernels(monkeypatch, usable, dtype, expected):
     monkeypatch.setattr("megatron.core.extensions.transformer_engine.HAVE_TE", usable)
-    assert kernels.kernels(model_config("llama"), torch.device("cuda"), dtype, trains=False)[:2] == expected
+    chosen = kernels.kernels(model_config("llama"), torch.device("cuda"), dtype, trains=False)
+    assert (chosen["layers"], chosen["attention"]) == expected
     windows = model_config(**MODELS["olmo3"])
-    layers, attention = kernels.kernels(windows, torch.device("cuda"), dtype, trains=False)[:2]
-    assert layers == expected[0] and attention.startswith("torch's")
+    chosen = kernels.kernels(windows, torch.device("cuda"), dtype, trains=False)
+    assert chosen["layers"] == expected[0] and chosen["attention"].startswith("torch's")
 
 
 @pytest.fixture
@@ -92,7 +94,7 @@ def test_gated_delta_nets_use_torch_without_the_packages():
 )
 def test_gated_delta_nets_use_the_packages_on_a_gpu(kernel_packages, device, dtype, expected):
     chosen = kernels.kernels(model_config(**DELTA_NETS), torch.device(device), dtype, trains=False)
-    assert chosen.delta_nets == expected
+    assert chosen["gated delta nets"] == expected
 
 
 BROKEN = """
@@ -105,12 +107,12 @@ import importlib.util, logging, sys
 logging.basicConfig(format="%(levelname)s %(message)s")
 import torch
 from megarl.megatron.layers import kernels
-from megarl.megatron.runtime import transformer_engine
+from megarl.megatron.runtime import versions
 from megarl.megatron.runtime.process_groups import init_runtime
 assert importlib.util.find_spec("transformer_engine") is None, "Megatron would find the broken package"
 assert not [name for name in sys.modules if name.startswith("transformer_engine.")]
 print(kernels.uses_transformer_engine(torch.device("cuda"), torch.bfloat16))
-print(transformer_engine.transformer_engine_error())
+print(versions.transformer_engine_error())
 """
 
 
@@ -294,12 +296,12 @@ def test_fused_functions_run_uncompiled_on_all_ranks_if_one_lacks_a_compiler(poo
     ("has_cuda", "missing", "copies"), [(True, [], False), (True, ["ninja"], True), (False, [], True)]
 )
 def test_recomputed_norms_copy_where_no_extension_can_be_built(monkeypatch, has_cuda, missing, copies):
-    extension = object()
-    monkeypatch.setattr(versions.random, "_get_share_storage", lambda: extension, raising=False)
+    extension, random = object(), importlib.import_module("megatron.core.tensor_parallel.random")
+    monkeypatch.setattr(random, "_get_share_storage", lambda: extension, raising=False)
     monkeypatch.setattr(torch.cuda, "is_available", lambda: has_cuda)
     monkeypatch.setattr(versions, "missing_extension_tools", lambda: missing)
     versions.patch_megatron_gaps()
-    share = versions.random._get_share_storage()
+    share = random._get_share_storage()
     assert (share is not extension) == copies
     if copies:
         emptied, recomputed = torch.ones(6), torch.arange(6.0)
@@ -309,3 +311,53 @@ def test_recomputed_norms_copy_where_no_extension_can_be_built(monkeypatch, has_
         assert view.tolist() == [[0.0, 1.0, 2.0], [3.0, 4.0, 5.0]]
         recomputed.fill_(9)
         assert emptied.sum() == 15  # a copy
+
+
+class FlashKernelOfTheCpu(PackedFlashKernel):
+    """Torch's flash kernel of a CPU, for one sequence with as many keys as queries."""
+
+    def __init__(self):
+        pass
+
+    def forward(self, query, key, value):
+        heads = [part.transpose(0, 1)[None] for part in (query, key, value)]
+        output, totals = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu(*heads, 0.0, True, scale=0.3)
+        return output[0].transpose(0, 1), totals[0]
+
+    def backward(self, grad, *saved):
+        *parts, totals = saved
+        heads = [part.transpose(0, 1)[None] for part in (grad, *parts)]
+        grads = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward(
+            *heads, totals[None], 0.0, True, scale=0.3
+        )
+        query, key, value = (part[0].transpose(0, 1) for part in grads)
+        return query, key, value
+
+
+def test_a_flash_kernel_without_sinks_gives_exact_gradients_with_them():
+    torch.manual_seed(0)
+    tensors = [torch.randn(70, 3, 16, requires_grad=True) for _ in range(3)]
+    sinks, seed = torch.randn(3, requires_grad=True), torch.randn(70, 3, 16)
+    ours = flash_sink_attention(*tensors, sinks, FlashKernelOfTheCpu())
+    query, key, value = (part.transpose(0, 1)[None] for part in tensors)
+    expected = sink_attention(query, key, value, sinks, 0.3)[0].transpose(0, 1)
+    torch.testing.assert_close(ours, expected)
+    for mine, theirs in zip(
+        *(torch.autograd.grad(out, [*tensors, sinks], seed) for out in (ours, expected)), strict=True
+    ):
+        torch.testing.assert_close(mine, theirs, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("window", [None, 4])
+def test_torch_accepts_the_arguments_of_its_kernels_on_a_gpu(window):
+    """Shapes and dtypes only, which torch computes without a GPU."""
+    options: dict[str, Any] = {"device": "meta", "dtype": torch.bfloat16, "requires_grad": True}
+    query, key, value = (torch.randn(17, heads, 64, **options) for heads in (4, 2, 2))
+    sinks, ends = torch.randn(4, **options), torch.zeros(4, device="meta", dtype=torch.int32)
+    output = flash_sink_attention(query, key, value, sinks, PackedFlashKernel(ends, ends, (8, 8), 0.3, window))
+    assert (output.shape, output.dtype) == (query.shape, torch.bfloat16)
+    grads = torch.autograd.grad(output.sum(), (query, key, value, sinks))
+    assert [grad.shape for grad in grads] == [tensor.shape for tensor in (query, key, value, sinks)]
+    query = torch.randn(3, 4, 5, 64, **options)
+    key, value = (torch.randn(3, 2, 9, 64, **options) for _ in range(2))
+    assert flash_prefix_attention(query, key, value, sinks, 0.3, window).shape == query.shape

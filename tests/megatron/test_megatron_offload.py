@@ -21,7 +21,7 @@ CPU = torch.device("cpu")
 
 @pytest.mark.parametrize("chunk_bytes", [16, 64, 2**20])
 def test_offload_and_onload_restore_every_byte_in_place(monkeypatch, chunk_bytes):
-    monkeypatch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", chunk_bytes)
+    monkeypatch.setattr("megarl.megatron.runtime.memory.CHUNK_BYTES", chunk_bytes)
     base = torch.randn(11)
     view, half, alone = base[3:8].view(5, 1), torch.randn(5).bfloat16(), torch.randn(3, requires_grad=True)
     before = [tensor.detach().clone() for tensor in (base, half, alone)]
@@ -68,7 +68,7 @@ def test_inference_model_offloads_weights_only():
 def small_chunks():
     """Chunks so small that every storage is spread over several."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr("megarl.megatron.runtime.host_memory.CHUNK_BYTES", 1000)
+        patch.setattr("megarl.megatron.runtime.memory.CHUNK_BYTES", 1000)
         yield
 
 

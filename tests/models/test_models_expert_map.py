@@ -153,7 +153,7 @@ def test_engine_stacks_its_experts(model, tp, ep):
 
 @pytest.mark.parametrize(("tp", "ep"), [(2, 4), (4, 3), (16, 16)])
 def test_experts_that_do_not_divide_over_the_engine_are_rejected(tp, ep):
-    with pytest.raises(ValueError, match=f"ep={ep} must divide tensor parallelism tp={tp} and .* experts 8"):
+    with pytest.raises(ValueError, match=f"ep={ep} must divide tensor parallelism tp={tp} and the 8 experts"):
         WeightMap(config_of("qwen3_moe")).rollout_params(tp, 0, ep)
 
 

@@ -20,8 +20,8 @@ from megarl.models import check_model_folder, known_architectures, read_model_co
 from megarl.models.adapters import AdapterMap, LoraOptions
 from megarl.models.end_tokens import generation_config_with, read_end_tokens
 from megarl.models.hf_config import parse_model_config
+from megarl.models.hf_folder import identify_model
 from megarl.models.hf_writer import exported_config
-from megarl.models.model_identity import identify_model
 from megarl.models.peft_folder import AdapterFolder, peft_config
 from megarl.models.rope import attention_factor, inverse_frequencies, softmax_scale, window_frequencies
 from megarl.models.weight_map import WeightMap

@@ -9,7 +9,7 @@ from support.expected_errors import raises
 from megarl.base.errors import ModelError
 from megarl.models import ParallelLayout, WeightMap, check_layout, parse_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
-from megarl.models.expert_files import file_shapes, stacked_parts
+from megarl.models.hf_folder import file_shapes, stacked_parts
 from megarl.models.rope import attention_factor, inverse_frequencies, window_frequencies
 
 YARN = {

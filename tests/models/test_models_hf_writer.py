@@ -188,19 +188,24 @@ def test_existing_folder_is_replaced_only_on_request(tmp_path, two_tensors):
 
 
 @pytest.mark.parametrize(
-    ("piece", "values", "fault", "named"),
+    ("piece", "values", "code", "named"),
     [
-        (Piece("c", (0,), (1,), (0,)), torch.zeros(1), "unknown-tensor", ["'c'"]),
-        (Piece("a", (0, 0), (5, 6), (0, 0)), torch.zeros(5, 6), "shape", ["'a'", [4, 6]]),
-        (Piece("a", (0,), (4,), (0,)), torch.zeros(4), "shape", ["'a'", [4, 6]]),
-        (Piece("a", (0, 0), (2, 6), (0, 0)), torch.zeros(2, 5), "shape", ["'a'", [2, 5]]),
-        (Piece("a", (2, 3), (4, 6), (0, 0)), torch.zeros(2, 3), "overlap", ["'a'", [2, 3], [4, 6]]),
-        (Piece("b", (0,), (1,), (0,)), torch.zeros(1), "overlap", ["'b'", [0]]),
-        (Piece("a", (0, 0), (1, 1), (0, 0)), torch.zeros(1, 1, dtype=torch.half), "dtype", ["'a'", torch.float16]),
+        (Piece("c", (0,), (1,), (0,)), torch.zeros(1), "checkpoint.export-unknown-tensor", ["'c'"]),
+        (Piece("a", (0, 0), (5, 6), (0, 0)), torch.zeros(5, 6), "model.slice-outside", ["'a'", [4, 6]]),
+        (Piece("a", (0,), (4,), (0,)), torch.zeros(4), "model.slice-outside", ["'a'", [4, 6]]),
+        (Piece("a", (0, 0), (2, 6), (0, 0)), torch.zeros(2, 5), "checkpoint.export-shape", ["'a'", [2, 5]]),
+        (Piece("a", (2, 3), (4, 6), (0, 0)), torch.zeros(2, 3), "model.slice-overlap", ["'a'", [2, 3], [4, 6]]),
+        (Piece("b", (0,), (1,), (0,)), torch.zeros(1), "checkpoint.export-overlap", ["'b'", [0]]),
+        (
+            Piece("a", (0, 0), (1, 1), (0, 0)),
+            torch.zeros(1, 1, dtype=torch.half),
+            "checkpoint.export-dtype",
+            ["'a'", torch.float16],
+        ),
     ],
 )
-def test_wrong_pieces_are_rejected(tmp_path, two_tensors, piece, values, fault, named):
-    with raises(f"checkpoint.export-{fault}", *named), writer_of(tmp_path, two_tensors, max_shard_bytes=1) as writer:
+def test_wrong_pieces_are_rejected(tmp_path, two_tensors, piece, values, code, named):
+    with raises(code, *named), writer_of(tmp_path, two_tensors, max_shard_bytes=1) as writer:
         writer.add_piece(Piece("b", (0,), (3,), (0,)), torch.zeros(3))
         writer.add_piece(Piece("a", (3, 0), (4, 4), (0, 0)), torch.zeros(1, 4))
         writer.add_piece(piece, values)

@@ -7,7 +7,7 @@ from support.expected_errors import raises
 from weight_syncs import WeightSync, update
 
 from megarl.base.errors import WeightSyncError
-from megarl.models.checksum import tensor_checksum
+from megarl.models.verification import tensor_checksum
 from megarl.rollout import (
     NO_VERSION,
     Request,

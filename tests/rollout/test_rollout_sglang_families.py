@@ -5,8 +5,8 @@ import torch
 import transformers
 from weight_syncs import rank_params, update
 
-from megarl.models.checksum import tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.models.verification import tensor_checksum
 from megarl.rollout import Request, SamplingParams, create_engine
 from megarl.rollout.sglang.options import SGLangOptions
 

@@ -22,9 +22,9 @@ from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.models import ParallelLayout, WeightMap, parse_model_config, read_model_config
-from megarl.models.checksum import ParamRectangle, rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.model_config import Experts
+from megarl.models.verification import ParamRectangle, rectangle_checksum, tensor_checksum
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, check_engine_model
 from megarl.rollout.interface import EngineLost
 from megarl.rollout.sglang import options

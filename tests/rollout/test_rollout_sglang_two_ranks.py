@@ -28,8 +28,8 @@ from megarl.base.ports import free_port
 from megarl.base.processes import command_line, descendants
 from megarl.base.rendezvous import host_store
 from megarl.models import WeightMap
-from megarl.models.checksum import rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.models.verification import rectangle_checksum, tensor_checksum
 from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.interface import EngineLost
 from megarl.rollout.sglang.liveness import SchedulerLiveness

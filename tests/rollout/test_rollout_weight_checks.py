@@ -3,7 +3,7 @@ import torch
 from support.expected_errors import raises
 
 from megarl.base.errors import WeightSyncError
-from megarl.models.coverage import Coverage
+from megarl.models.verification import Coverage
 from megarl.sharding.receiver import ShardWeights, check_complete
 
 

@@ -13,7 +13,7 @@ from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, log_prob_sett
 from support.distributed import RemoteError
 from tiny_policies import ROW_LENGTHS
 
-from megarl.megatron.engine.out_of_memory import DeviceMemoryError
+from megarl.megatron.engine.faults import DeviceMemoryError
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.memory import FORWARD, UPDATE, MemoryBudgets

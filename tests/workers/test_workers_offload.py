@@ -12,7 +12,7 @@ from role_processes import CRITIC, LAYOUTS, Role, actor_arguments, role_settings
 
 from megarl.megatron import shutdown_runtime
 from megarl.megatron.engine.offload import PARTS
-from megarl.megatron.runtime.host_memory import HostBuffer
+from megarl.megatron.runtime.memory import HostBuffer
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import WorkerPlace

@@ -15,12 +15,12 @@ from megarl.base.errors import CheckpointError
 from megarl.base.files import FileEntry, read_entry
 from megarl.megatron.checkpoint.storage import INDEX, Item, ItemWriter
 from megarl.megatron.engine.megatron_engine import MegatronEngine
-from megarl.megatron.runtime.host_memory import HostBuffer
+from megarl.megatron.runtime.memory import HostBuffer
 from megarl.megatron.runtime.process_groups import Runtime, all_ranks_or_raise
 
 
 class WrittenFiles(NamedTuple):
-    """Files that one rank wrote, by path relative to the save's folder, and the seconds it took, digests included."""
+    """Files that one rank wrote, by path relative to the save's folder, and the seconds, digests included."""
 
     entries: dict[str, FileEntry]
     seconds: float
@@ -99,14 +99,13 @@ class PendingSave:
             raise CheckpointError(_reason(self._failure), code="checkpoint.rank-failed") from self._failure
 
 
-def _reason(error: BaseException) -> str:
+def _reason(error: BaseException | None) -> str:
     """Reason of a failure, with the system error that caused an error of torch's."""
     seen: list[BaseException] = []
-    cause: BaseException | None = error
-    while cause is not None and cause not in seen:
-        seen.append(cause)
-        cause = cause.__cause__ or cause.__context__
-    return " <- ".join(f"{type(cause).__name__}: {cause}" for cause in dict.fromkeys(seen))
+    while error is not None and error not in seen:
+        seen.append(error)
+        error = error.__cause__ or error.__context__
+    return " <- ".join(f"{type(cause).__name__}: {cause}" for cause in seen)
 
 
 class HostSnapshot:
@@ -120,19 +119,18 @@ class HostSnapshot:
         self._buffer = HostBuffer(device)
 
     def take(self, items: Sequence[Item]) -> list[Item]:
-        """Copy items that are on the device; the copies are valid until the next call. Offloaded items are kept."""
+        """Copy items that are on the device, not offloaded ones; the copies are valid until the next call."""
         resident = [item for item in items if not item.memory.is_offloaded]
         data = [item.memory.joined().view(torch.uint8) for item in resident]
-        copies = iter(zip(self._buffer.write(data), map(len, data), strict=True))
+        offsets = self._buffer.write(data)
         if self._device.type == "cuda":
             torch.cuda.synchronize(self._device)
-        return [item if item.memory.is_offloaded else self._copied(item, *next(copies)) for item in items]
-
-    def _copied(self, item: Item, offset: int, nbytes: int) -> Item:
-        pieces = self._buffer.pieces(offset, nbytes)
-        return item._replace(
-            memory=item.memory._replace(pieces=tuple(piece.view(item.memory.dtype) for piece in pieces))
-        )
+        copied = [item for item in items if item.memory.is_offloaded]
+        for item, offset, source in zip(resident, offsets, data, strict=True):
+            pieces = self._buffer.pieces(offset, len(source))
+            memory = item.memory._replace(pieces=tuple(piece.view(item.memory.dtype) for piece in pieces))
+            copied.append(item._replace(memory=memory))
+        return copied
 
 
 def export_beside(

@@ -15,7 +15,6 @@ import torch
 from megatron.core.tensor_parallel.random import get_cuda_rng_tracker
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
-from torch import Tensor
 
 from megarl.base.errors import CheckpointError
 from megarl.base.json_text import parse_json
@@ -23,7 +22,7 @@ from megarl.base.provenance import installed_versions
 from megarl.base.version import __version__
 from megarl.models import ParallelLayout
 from megarl.models.adapters import LoraOptions
-from megarl.models.model_identity import ModelIdentity
+from megarl.models.hf_folder import ModelIdentity
 
 STATE_FILE = "state.json"
 FORMAT = 1
@@ -38,37 +37,35 @@ CONTENTS = (*RESUMABLE, HF_MODEL)
 
 @dataclass(frozen=True)
 class RoleState:
-    """Contents of ``state.json``."""
+    """Contents of ``state.json``.
+
+    Attributes:
+        dtype: of the weights, such as ``float32``.
+        steps: optimizer steps, which determine the learning rate; None if no optimizer was saved.
+        device: device type of the random states, ``cpu`` or ``cuda``.
+        skipped_in_a_row: consecutive skipped optimizer steps.
+        contents: of :data:`CONTENTS`.
+        lora: options of the adapters, if these are the saved weights.
+        base: the frozen model under the adapters.
+        initial: folder of the initial model, from which a conversion copies parts that are not trained.
+        versions: of the software that saved, for information.
+    """
 
     dtype: str
-    """Number format of the weights, such as ``float32``."""
     steps: int | None
-    """Optimizer steps, which determine the learning rate; None if no optimizer was saved."""
     layout: ParallelLayout
-    """Saved layout."""
     device: str
-    """Device type of the random states: ``cpu`` or ``cuda``."""
     skipped_in_a_row: int = 0
-    """Consecutive skipped optimizer steps."""
     contents: tuple[str, ...] = RESUMABLE
-    """Saved contents, of :data:`CONTENTS`."""
     lora: LoraOptions | None = None
-    """Options of the adapters, if these are the saved weights."""
     base: ModelIdentity | None = None
-    """The frozen model under the adapters."""
     initial: str | None = None
-    """Folder of the initial model, from which a conversion copies parts that are not trained."""
     megarl_version: str = __version__
     versions: Mapping[str, str] = field(default_factory=installed_versions)
-    """Versions of the software that saved, for information."""
 
 
 def write_state(folder: Path, state: RoleState) -> str:
-    """Write ``state.json``, flushed to disk; returns its name.
-
-    Raises:
-        OSError: writing failed.
-    """
+    """Write ``state.json``, flushed to disk, and return its name; raises OSError."""
     with (folder / STATE_FILE).open("w", encoding="utf-8") as file:
         json.dump({"format": FORMAT, **asdict(state), "layout": state.layout._asdict()}, file, indent=1)
         file.flush()
@@ -99,7 +96,7 @@ def read_state(folder: Path) -> RoleState:
 def _parse(document: Mapping[str, Any]) -> RoleState:
     steps = document["steps"]
     # Older checkpoints lack the field: they have all contents, with an optimizer if steps is set.
-    whole = RESUMABLE if steps is not None else (MODEL, EXTRA)
+    whole, lora = RESUMABLE if steps is not None else (MODEL, EXTRA), document.get("lora")
     return RoleState(
         dtype=str(document["dtype"]),
         steps=None if steps is None else int(steps),
@@ -107,7 +104,7 @@ def _parse(document: Mapping[str, Any]) -> RoleState:
         device=str(document["device"]),
         skipped_in_a_row=int(document.get("skipped_in_a_row", 0)),
         contents=tuple(str(name) for name in document.get("contents", whole)),
-        lora=_adapters(document.get("lora")),
+        lora=LoraOptions(**lora | {n: tuple(lora[n]) for n in ("targets", "excludes")}) if lora else None,
         base=ModelIdentity(**document["base"]) if document.get("base") else None,
         initial=document.get("initial"),
         megarl_version=str(document["megarl_version"]),
@@ -115,17 +112,8 @@ def _parse(document: Mapping[str, Any]) -> RoleState:
     )
 
 
-def _adapters(stored: Mapping[str, Any] | None) -> LoraOptions | None:
-    if not stored:
-        return None
-    return LoraOptions(**{**stored, "targets": tuple(stored["targets"]), "excludes": tuple(stored["excludes"])})
-
-
 def save_random_state(path: Path, device: torch.device) -> None:
-    """Write the states of torch's, numpy's and Python's generators and of Megatron's named generators.
-
-    Args:
-        device: device of this process; on CUDA its generator is saved too.
+    """Write the states of torch's, numpy's, Python's and Megatron's named generators, and of a CUDA ``device``'s.
 
     Raises:
         OSError: writing failed.
@@ -149,14 +137,14 @@ def load_random_state(path: Path, device: torch.device) -> None:
     """Restore every generator from a file of :func:`save_random_state`.
 
     Raises:
-        CheckpointError: the file is missing or malformed. No generator was changed, unless a state is of the wrong
-            type.
+        CheckpointError: the file is missing or malformed. No generator was changed, unless a state has a wrong type.
     """
     try:
-        tensors, extras = _read(path)
-        states = {
-            name.removeprefix(_MEGATRON_PREFIX): s for name, s in tensors.items() if name.startswith(_MEGATRON_PREFIX)
-        }
+        with safe_open(path, framework="pt") as file:
+            tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+            extras = parse_json(file.metadata()["extras"])
+        named = [name for name in tensors if name.startswith(_MEGATRON_PREFIX)]
+        states = {name.removeprefix(_MEGATRON_PREFIX): tensors[name] for name in named}
         version, next_gauss = extras["python"]
         kind, position, has_gauss, gauss = extras["numpy"]
         python = (version, tuple(tensors["python"].tolist()), next_gauss)
@@ -170,8 +158,3 @@ def load_random_state(path: Path, device: torch.device) -> None:
     except (OSError, SafetensorError, KeyError, TypeError, ValueError, RuntimeError) as error:
         text = f"{path}: random states cannot be restored: {error!r}"
         raise CheckpointError(text, code="checkpoint.random-state") from error
-
-
-def _read(path: Path) -> tuple[dict[str, Tensor], dict[str, Any]]:
-    with safe_open(path, framework="pt") as file:
-        return {name: file.get_tensor(name) for name in file.keys()}, parse_json(file.metadata()["extras"])  # noqa: SIM118

@@ -52,7 +52,7 @@ from megarl.megatron.engine.optimizer import (
     state_shards,
 )
 from megarl.megatron.runtime import cuda_on_cpu
-from megarl.megatron.runtime.host_memory import TensorMemory
+from megarl.megatron.runtime.memory import TensorMemory
 from megarl.megatron.runtime.process_groups import all_ranks_or_raise
 from megarl.models.hf_writer import NO_FILES, write_companions
 from megarl.models.weight_map import Contribution
@@ -76,10 +76,9 @@ def begin_save(
     Args:
         engine: after a finished optimizer step.
         path: folder on storage that all ranks share; created if missing, must be empty.
-        contents: parts to save, of :data:`~megarl.megatron.checkpoint.role_state.CONTENTS`. The optimizer includes the
-            step count, which determines the learning rate. The Hugging Face export is written before this returns.
-        snapshot: host memory for a copy of the state, so that the engine may train while a thread writes; None writes
-            immediately.
+        contents: of :data:`~megarl.megatron.checkpoint.role_state.CONTENTS`. The optimizer includes the step count,
+            which determines the learning rate. The Hugging Face export is written before this returns.
+        snapshot: host memory for a copy, so that the engine may train while a thread writes; None writes immediately.
         copy_from: folder of the initial model, whose tokenizer the Hugging Face export gets.
         export_files: text of files, by name, that replace those of ``copy_from``.
 
@@ -87,27 +86,21 @@ def begin_save(
         CheckpointError: on every rank, if any of them cannot begin; names rank and reason. Written files remain.
     """
     folder, runtime, optimizer = Path(path), engine.runtime, engine.optimizer
-    doing = f"saving to {folder}"
-    has_optimizer = OPTIMIZER_STATE in contents and optimizer is not None
-    state = RoleState(
-        dtype=_dtype_name(engine),
-        steps=optimizer.steps if has_optimizer and optimizer is not None else None,
-        layout=runtime.layout,
-        device=runtime.device.type,
-        skipped_in_a_row=0 if optimizer is None else optimizer.skipped_in_a_row,
-        contents=tuple(name for name in contents if name != OPTIMIZER_STATE or has_optimizer),
-        lora=engine.options.lora,
-        base=engine.base,
-        initial=None if copy_from is None else str(Path(copy_from).absolute()),
-    )
+    doing, has_optimizer = f"saving to {folder}", OPTIMIZER_STATE in contents and optimizer is not None
+    state = _state_of(engine, contents, copy_from)
 
     def prepare() -> None:
         if optimizer is not None:
             check_steps(optimizer)
         folder.mkdir(parents=True, exist_ok=True)
 
+    def check_empty() -> None:
+        if any(folder.iterdir()):
+            text = f"checkpoint folder {folder} is not empty; remove its files or save into another folder"
+            raise CheckpointError(text, code="checkpoint.folder-not-empty")
+
     all_ranks_or_raise(runtime, prepare, doing)
-    all_ranks_or_raise(runtime, partial(_check_empty, folder), doing)
+    all_ranks_or_raise(runtime, check_empty, doing)
     files = all_ranks_or_raise(
         runtime, partial(_write_local_files, engine, folder, state, copy_from, export_files), doing
     )
@@ -115,14 +108,34 @@ def begin_save(
         files |= export_beside(engine, folder, copy_from, export_files)
     writer = None
     if MODEL in contents:
-        items = all_ranks_or_raise(runtime, lambda: list(_saved_items(engine, has_optimizer)), doing)
-        if snapshot is not None:
-            items = all_ranks_or_raise(runtime, lambda: snapshot.take(items), doing)
+        items = all_ranks_or_raise(runtime, partial(_copied_items, engine, has_optimizer, snapshot), doing)
         writer = ItemWriter(runtime, folder, items, _stored_shapes(engine, has_optimizer))
         writer.plan()
     pending = PendingSave(runtime, folder, writer, files, in_background=snapshot is not None)
     engine.offload_manager.pin_until_saved(lambda: not pending.is_written)
     return pending
+
+
+def _state_of(engine: MegatronEngine, contents: Collection[str], copy_from: str | Path | None) -> RoleState:
+    runtime, optimizer = engine.runtime, engine.optimizer
+    return RoleState(
+        dtype=_dtype_name(engine),
+        steps=optimizer.steps if OPTIMIZER_STATE in contents and optimizer is not None else None,
+        layout=runtime.layout,
+        device=runtime.device.type,
+        skipped_in_a_row=0 if optimizer is None else optimizer.skipped_in_a_row,
+        contents=tuple(name for name in contents if name != OPTIMIZER_STATE or optimizer is not None),
+        lora=engine.options.lora,
+        base=engine.base,
+        initial=None if copy_from is None else str(Path(copy_from).absolute()),
+    )
+
+
+def _copied_items(engine: MegatronEngine, with_optimizer: bool, snapshot: HostSnapshot | None) -> list[Item]:
+    """The items that this rank saves, from a new snapshot if there is memory for one."""
+    contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
+    items = list(saved_items(contributions, _stored_state(engine, with_optimizer), engine.offload_manager.memory))
+    return items if snapshot is None else snapshot.take(items)
 
 
 def _write_local_files(
@@ -206,11 +219,6 @@ def _restore_random(engine: MegatronEngine, folder: Path, state: RoleState) -> N
         )
 
 
-def _saved_items(engine: MegatronEngine, with_optimizer: bool) -> Iterator[Item]:
-    contributions = engine.trained_map.contributions(engine.runtime.layout, engine.runtime.rank)
-    return saved_items(contributions, _stored_state(engine, with_optimizer), engine.offload_manager.memory)
-
-
 def saved_items(
     contributions: Iterable[Contribution], state: StoredState, memory: Callable[[Tensor], TensorMemory]
 ) -> Iterator[Item]:
@@ -249,7 +257,7 @@ class StoredState:
 
     Attributes:
         shards: their optimizer state; empty without an optimizer.
-        is_sharded: data-parallel ranks hold parts of the optimizer state; otherwise each holds all of it.
+        is_sharded: see :func:`~megarl.megatron.engine.optimizer.is_sharded`.
     """
 
     shapes: Mapping[str, tuple[int, ...]]
@@ -303,8 +311,9 @@ def _check_fits(
     for kind, expected in _stored_shapes(engine, with_optimizer).items():
         shapes = saved_shapes.get(kind, {})
         for name in sorted(expected.keys() | shapes.keys()):
-            if expected.get(name) != shapes.get(name):
-                saved, here = (_shape(table.get(name)) for table in (shapes, expected))
+            pair = shapes.get(name), expected.get(name)
+            if pair[0] != pair[1]:
+                saved, here = ("is absent" if shape is None else f"has shape {list(shape)}" for shape in pair)
                 raise CheckpointError(
                     f"checkpoint {folder} is of another model: {kind} of '{name}' {saved} in the checkpoint, "
                     f"{here} here",
@@ -314,38 +323,22 @@ def _check_fits(
 
 def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> None:
     """Reject adapters of another rank, scale or kind, or of another base model; rank 0 identifies the base model."""
-    saved, here = state.lora, engine.options.lora
-    if (saved is None) != (here is None):
-        saved_text, here_text = (f"lora_rank={0 if options is None else options.rank}" for options in (saved, here))
-        text = f"checkpoint {folder} was saved with {saved_text}, this run has {here_text}"
-        raise CheckpointError(text, code="resume.other-adapters")
-    if saved is None or here is None:
-        return
     keys = {"lora_rank": "rank", "lora_alpha": "alpha", "lora.use_rslora": "rank_stabilized", "lora.type": "kind"}
     for key, name in keys.items():
-        if getattr(saved, name) != getattr(here, name):
-            raise CheckpointError(
-                f"checkpoint {folder} was saved with {key}={getattr(saved, name)}, this run has {getattr(here, name)}",
-                code="resume.other-adapters",
-            )
-    part = engine.base.difference(state.base) if engine.base is not None and state.base is not None else None
-    if part is not None and engine.base is not None and state.base is not None:
+        saved, here = (getattr(options, name, 0) for options in (state.lora, engine.options.lora))
+        if saved != here:
+            text = f"checkpoint {folder} was saved with {key}={saved}, this run has {key}={here}"
+            raise CheckpointError(text, code="resume.other-adapters")
+    if engine.base is None or state.base is None:
+        return
+    part = engine.base.difference(state.base)
+    if part is not None:
         raise CheckpointError(
             f"checkpoint {folder} has adapters of the base model {state.base.path}, this run has {engine.base.path}: "
             f"its {part} differ ({getattr(state.base, part)} and {getattr(engine.base, part)}); start from the same "
             "base model",
             code="resume.other-base-model",
         )
-
-
-def _shape(shape: tuple[int, ...] | None) -> str:
-    return "is absent" if shape is None else f"has shape {list(shape)}"
-
-
-def _check_empty(folder: Path) -> None:
-    if any(folder.iterdir()):
-        text = f"checkpoint folder {folder} is not empty; remove its files or save into another folder"
-        raise CheckpointError(text, code="checkpoint.folder-not-empty")
 
 
 def _dtype_name(engine: MegatronEngine) -> str:

@@ -50,17 +50,17 @@ from torch.futures import Future
 
 from megarl.base.checkpoint_files import INDEX
 from megarl.base.errors import CheckpointError
-from megarl.megatron.runtime.host_memory import TensorMemory
+from megarl.megatron.runtime.memory import TensorMemory
 from megarl.megatron.runtime.process_groups import Runtime, all_ranks_or_raise, gather_apply_scatter
 from megarl.models import LocalParam
-from megarl.models.coverage import Coverage
+from megarl.models.verification import Coverage
 
 Shapes = Mapping[str, Mapping[str, tuple[int, ...]]]
 """Shapes of tensors by kind (weights, or a kind of optimizer state) and Hugging Face name."""
 
 
 class Item(NamedTuple):
-    """A block of the tensor ``key`` of shape ``full_shape``, and the memory of its elements."""
+    """A block of the tensor ``key`` with shape ``full_shape``, and its elements' memory."""
 
     key: str
     full_shape: tuple[int, ...]
@@ -106,8 +106,12 @@ class ItemWriter:
         def plan_locally() -> SavePlan:
             return self._storage.prepare_local_plan(self._planner.create_local_plan())
 
+        def plan_globally(plans: list[SavePlan]) -> list[SavePlan]:
+            plans, self._metadata = self._planner.create_global_plan(plans)
+            return self._storage.prepare_global_plan(plans)
+
         local_plan = all_ranks_or_raise(self._runtime, plan_locally, self._doing)
-        plan = gather_apply_scatter(self._runtime, local_plan, self._global_plans, self._doing)
+        plan = gather_apply_scatter(self._runtime, local_plan, plan_globally, self._doing)
         self._plan = self._planner.finish_plan(plan)
 
     def write(self) -> set[str]:
@@ -134,21 +138,16 @@ class ItemWriter:
 
         gather_apply_scatter(self._runtime, self._results, write_index, self._doing)
 
-    def _global_plans(self, plans: list[SavePlan]) -> list[SavePlan]:
-        plans, self._metadata = self._planner.create_global_plan(plans)
-        return self._storage.prepare_global_plan(plans)
-
 
 def read_items(runtime: Runtime, folder: Path, metadata: Metadata, items: Sequence[Item]) -> None:
     """Fill the memory of this rank's items; communicates.
 
     Args:
-        metadata: its index, from :func:`megarl.base.checkpoint_files.read_index`.
-        items: this rank's items, each in one piece; may be cut differently from the saved ones.
+        metadata: the folder's index, from :func:`megarl.base.checkpoint_files.read_index`.
+        items: each in one piece; may be cut differently from the saved ones.
 
     Raises:
-        CheckpointError: on every rank, if on any of them a file is missing or damaged, or the checkpoint lacks
-            elements.
+        CheckpointError: on every rank, if any finds a missing or damaged file, or the checkpoint lacks elements.
     """
     try:
         dcp.load({}, storage_reader=_Reader(runtime, folder, metadata), planner=_LoadPlanner(items))
@@ -187,10 +186,7 @@ def check_index(index: Metadata, shapes: Shapes) -> None:
 
 
 def check_written(index: Metadata, written: Collection[tuple[str, torch.Size | None]]) -> None:
-    """Check that every block of an index is in a file.
-
-    Args:
-        written: tensor and first corner of each written block.
+    """Check that every block of an index is among the written ones, tensor and first corner each.
 
     Raises:
         CheckpointError: names the first absent block.
@@ -266,12 +262,8 @@ class _LoadPlanner(DefaultLoadPlanner):
         for position, item in enumerate(self._items):
             by_key[item.key].append(position)
         assert self.metadata is not None
-        reads = [
-            read
-            for key, positions in by_key.items()
-            for read in self._reads(key, positions, self.metadata.state_dict_metadata[key])
-        ]
-        return LoadPlan(reads)
+        stored = self.metadata.state_dict_metadata
+        return LoadPlan([read for key, at in by_key.items() for read in self._reads(key, at, stored[key])])
 
     def _reads(self, key: str, positions: list[int], stored: Any) -> Iterable[ReadItem]:
         blocks = [self._items[position].block for position in positions]
@@ -351,24 +343,21 @@ class _Reader(FileSystemReader):
 def _reasons(error: CheckpointException) -> dict[int, CheckpointError]:
     """Reasons of a failure, each once, by the first rank that reported it."""
     reasons: dict[int, CheckpointError] = {}
-    for rank, (exception, _) in sorted(error.failures.items()):
-        reason = exception
+    for rank, (reason, _) in sorted(error.failures.items()):
         if not isinstance(reason, CheckpointError):
-            reason = CheckpointError(f"{type(exception).__name__}: {exception}", code="checkpoint.read-failed")
+            reason = CheckpointError(f"{type(reason).__name__}: {reason}", code="checkpoint.read-failed")
         if reason.text not in {known.text for known in reasons.values()}:
             reasons[rank] = reason
     return reasons
 
 
 class TensorBlock(NamedTuple):
-    """A rectangle of a Hugging Face tensor whose elements are consecutive in a local buffer."""
+    """A rectangle of a Hugging Face tensor whose elements are consecutive in a local buffer, from offset ``at`` on."""
 
     hf_name: str
     start: tuple[int, ...]
-    """First corner, in the Hugging Face tensor."""
     shape: tuple[int, ...]
     at: int
-    """Offset of its elements in the buffer of the range."""
 
     @property
     def numel(self) -> int:
@@ -382,12 +371,9 @@ def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[Tensor
     Each piece of the parameter gives at most three: the end of a row, whole rows, the beginning of a row. Vocabulary
     padding is in none.
 
-    Args:
-        param: at most two of its dimensions, the first and the last, are larger than 1; its pieces span whole rows,
-            like those of training layouts.
-
     Raises:
-        ValueError: the parameter has another form.
+        ValueError: another dimension than the first and the last is larger than 1, or a piece does not span whole rows,
+            unlike in training layouts.
     """
     width = math.prod(param.shape[1:])
     between = len(param.shape) - 2  # dimensions of size 1
@@ -396,20 +382,12 @@ def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[Tensor
             raise ValueError(f"'{param.name}' of shape {list(param.shape)}: {piece} does not span its rows")
         base = piece.at[0] * width
         low, high = max(start, base) - base, min(stop, base + math.prod(piece.shape)) - base
-        for first, last in _runs(low, high, width):
-            # A run is whole rows, or a part of one row.
+        # Cut at the first and the last row end: a run is whole rows, or a part of one row.
+        cuts = {low, high, *(end for end in (-(-low // width) * width, high // width * width) if low <= end <= high)}
+        for first, last in pairwise(sorted(cuts)) if low < high else ():
             row, column = divmod(first, width)
             rows, columns = divmod(last - first, width)
             corner = (row, *(0,) * between, column)[: len(param.shape)]
             shape = (rows or 1, *(1,) * between, width if rows else columns)[: len(param.shape)]
             corner_in_tensor = tuple(a + b for a, b in zip(piece.start, corner, strict=True))
             yield TensorBlock(piece.hf_name, corner_in_tensor, shape, base + first - start)
-
-
-def _runs(low: int, high: int, width: int) -> Iterator[tuple[int, int]]:
-    """Cut ``[low, high)`` at the first and the last multiple of ``width`` within it."""
-    first, last = -(-low // width) * width, high // width * width
-    cuts = [low, first, last, high] if first <= last else [low, high]
-    for start, stop in pairwise(cuts):
-        if start < stop:
-            yield start, stop

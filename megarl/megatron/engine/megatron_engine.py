@@ -6,20 +6,21 @@ from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from megatron.core import __version__ as megatron_version
 from torch import Tensor
 
 from megarl.base.errors import ConfigError
-from megarl.megatron.engine.faults import FaultWatch, SkipReport, skip_report
+from megarl.megatron.engine.faults import FaultWatch, OutOfMemoryVote, SkipReport, skip_report
 from megarl.megatron.engine.model import build_model
 from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
 from megarl.megatron.engine.optimizer import Optimizer, StepResult
 from megarl.megatron.engine.options import MegatronOptions
-from megarl.megatron.engine.out_of_memory import OutOfMemoryVote
 from megarl.megatron.engine.schedule_runner import ScheduleRunner, wrap_data_parallel
 from megarl.megatron.engine.weights import RankWeights
 from megarl.megatron.layers.context_parallel import MicroBatchPart, gather_outputs
@@ -30,26 +31,28 @@ from megarl.megatron.layers.outputs import (
     DEFAULT_OUTPUTS,
     OutputOptions,
     Outputs,
+    ValueOutputs,
     mean_of_rows,
     policy_outputs,
-    value_outputs,
 )
 from megarl.megatron.layers.packed import PackedMicroBatch, begin_copy_to_host
 from megarl.megatron.layers.routing import Routing, RoutingPass
 from megarl.megatron.runtime import cuda_on_cpu
-from megarl.megatron.runtime.host_memory import HostCopy
+from megarl.megatron.runtime.memory import HostCopy
 from megarl.megatron.runtime.process_groups import Runtime
-from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout
+from megarl.models import ModelConfig, ModelFolder, ParallelLayout, WeightMap, check_layout
 from megarl.models.adapters import AdapterMap
+from megarl.models.hf_folder import ModelIdentity, identify_model
 from megarl.models.hf_writer import NO_FILES, HFWriter
-from megarl.models.model_identity import ModelIdentity, identify_model
 from megarl.models.peft_folder import AdapterFolder
 from megarl.tracing import span
 
+TrainedCopy = HostCopy | dict[str, Tensor]
+"""A copy of weights, or of adapters by name, in host memory."""
 LossFunction = Callable[[Any, PackedMicroBatch], tuple[Tensor, Mapping[str, Tensor]]]
-"""Computes this micro-batch's share of the global loss, already divided by global counts, and its metrics. The global
-value of a metric is its sum over micro-batches and data-parallel ranks. Called on the last stage, with the same result
-on each tensor-parallel rank; the micro-batch's tensors are on the device of the outputs.
+"""Computes this micro-batch's share of the global loss, already divided by global counts, and its metrics, which are
+summed over micro-batches and data-parallel ranks. Called on the last stage, with the same result on each
+tensor-parallel rank and the micro-batch on the device of the outputs.
 """
 
 
@@ -79,9 +82,8 @@ class MegatronEngine:
             self.options = options
             self.weight_map = WeightMap(model, options.value_head)
             self._stage = build_model(model, runtime, options)
-            self._routing: Routing | None = None
-            if model.experts is not None:
-                self._routing = Routing(self._stage.chunks, model.experts, model.num_layers, runtime)
+            experts = model.experts
+            self._routing = None if experts is None else Routing(self._stage.chunks, experts, model.num_layers, runtime)
             self._expert_load: Tensor | None = None
             self._vote = OutOfMemoryVote(runtime, enabled=options.repeat_out_of_memory)
             self.chunks: list[Any] = list(self._stage.chunks)
@@ -100,19 +102,12 @@ class MegatronEngine:
                 self.chunks = wrap_data_parallel(self._stage, options.optimizer, options.overlap, self._vote)
                 self.optimizer = Optimizer(self.chunks, options.optimizer, options.dtype)
             self.offload_manager = OffloadManager(self.chunks, self.optimizer, options.offload, runtime.device)
+            offload = self.offload_manager
             self._runner = ScheduleRunner(
-                self._stage,
-                self.chunks,
-                runtime,
-                self._vote,
-                self._routing,
-                self.offload_manager,
-                options.overlap,
+                self._stage, self.chunks, runtime, self._vote, self._routing, offload, options.overlap
             )
             gather = self._runner.gather_weights
-            self.weights = RankWeights(
-                self._stage.chunks, self.weight_map, runtime, self.offload_manager, gather, self._adapters
-            )
+            self.weights = RankWeights(self._stage.chunks, self.weight_map, runtime, offload, gather, self._adapters)
             self._loss = torch.zeros(())
             self._faults = FaultWatch()
 
@@ -123,15 +118,16 @@ class MegatronEngine:
 
     def describe(self) -> str:
         """Describe layout, number format and kernels in one line."""
-        options = self.options
-        used = kernels(self.model, self.runtime.device, options.dtype, trains=options.optimizer is not None)
+        options, device = self.options, self.runtime.device
+        used = kernels(self.model, device, options.dtype, trains=options.optimizer is not None)
+        text = ", ".join(f"{part}: {kernel}" for part, kernel in used.items())
         name = str(options.dtype).removeprefix("torch.")
-        return f"{self.runtime.layout.describe()} on {self.runtime.device.type} in {name}; {used.describe()}"
+        return f"{self.runtime.layout.describe()} on {device.type} in {name}; {text}, Megatron-Core {megatron_version}"
 
     # ---- weights
 
     def load_hf(self, path: str | Path) -> None:
-        """Load this rank's shard of a Hugging Face folder; may communicate. A value head that it lacks stays zero.
+        """Load this rank's shard of a Hugging Face folder; may communicate. A missing value head stays zero.
 
         Raises:
             ModelError: the folder is of another model, or incomplete.
@@ -154,7 +150,7 @@ class MegatronEngine:
         if self.base is not None:
             folder.check_base(self.base.path)
         with cuda_on_cpu.active():
-            self.weights.load_adapters(folder.as_model_folder(self.trained_map), self.trained_map)
+            self.weights.load_adapters(ModelFolder(folder.path, self.model, folder.tensors), self.trained_map)
             self.weights_changed()
 
     def weights_changed(self) -> None:
@@ -177,7 +173,6 @@ class MegatronEngine:
         Args:
             path: the new folder; only rank 0 writes.
             source: folder of the initial model, whose tokenizer and multi-token prediction layers are copied.
-            overwrite: replace an existing folder.
 
         Raises:
             CheckpointError: on every rank, if rank 0 cannot write, or the folder exists and ``overwrite`` is off.
@@ -191,32 +186,27 @@ class MegatronEngine:
         with cuda_on_cpu.active():
             self.weights.export(writer)
 
-    def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
-        """Copy this rank's weights to host memory, or over ``reuse``, for :meth:`swapped_weights`; may communicate."""
+    def copy_weights(self, reuse: TrainedCopy | None = None) -> TrainedCopy:
+        """Copy this rank's weights, with LoRA its adapters, to host memory or over ``reuse``; may communicate."""
         self.weights.gather_pending()
-        return self.offload_manager.copy_weights(reuse)
+        if self._adapters is not None:
+            return self._adapters.copy()
+        assert reuse is None or isinstance(reuse, HostCopy)
+        return self.offload_manager.weights.copy(reuse)
 
-    def swapped_weights(self, copy: HostCopy) -> AbstractContextManager[None]:
-        """Swap in the weights of ``copy`` within the context, in which the optimizer must not step."""
-        self._runner.gather_weights()
-        return self.offload_manager.swapped_weights(copy)
+    def swapped_weights(self, copy: TrainedCopy) -> AbstractContextManager[None]:
+        """Swap in a :meth:`copy_weights` within the context, in which the optimizer must not step."""
+        if isinstance(copy, HostCopy):
+            self._runner.gather_weights()
+            return self.offload_manager.weights.swapped(copy)
+        assert self._adapters is not None, "the model has no adapters"
+        self.weights.gather_pending()
+        return self._adapters.swapped(copy)
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Compute without adapters within the context: the reference policy of a model with LoRA."""
         assert self._adapters is not None, "the model has no adapters"
         return self._adapters.off()
-
-    def copy_adapters(self) -> dict[str, Tensor]:
-        """Copy this rank's adapters to host memory, for :meth:`swapped_adapters`; may communicate."""
-        assert self._adapters is not None, "the model has no adapters"
-        self.weights.gather_pending()
-        return self._adapters.copy()
-
-    def swapped_adapters(self, copy: Mapping[str, Tensor]) -> AbstractContextManager[None]:
-        """Swap in the adapters of ``copy`` within the context; the optimizer must not step in it."""
-        assert self._adapters is not None, "the model has no adapters"
-        self.weights.gather_pending()
-        return self._adapters.swapped(copy)
 
     # ---- computing
 
@@ -232,15 +222,10 @@ class MegatronEngine:
             micro_batches: the same on each rank of a pipeline; at least one.
 
         Returns:
-            :class:`PolicyOutputs` or :class:`ValueOutputs` per micro-batch, on every rank of the last stage; None on
-            other ranks.
+            :class:`PolicyOutputs` or :class:`ValueOutputs` per micro-batch, on the last stage's ranks; None on others.
         """
         with cuda_on_cpu.active():
-
-            def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Outputs:
-                return self._outputs(output, part, micro_batch, options)
-
-            run = RoutingPass(records=options.record_routes)
+            read, run = partial(self._outputs, options), RoutingPass(records=options.record_routes)
             outputs = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=True, routing=run)
             if options.record_routes:
                 assert self._routing is not None, "a dense model has no routes"
@@ -256,8 +241,8 @@ class MegatronEngine:
         """Compute the final hidden states that predict the response tokens, without gradients; communicates.
 
         Returns:
-            ``[response tokens, hidden]`` per micro-batch in host memory, after the final norm, on every rank of the
-            last stage; None on other ranks.
+            ``[response tokens, hidden]`` per micro-batch in host memory, after the final norm, on the last stage's
+            ranks; None on others.
         """
 
         def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
@@ -285,18 +270,13 @@ class MegatronEngine:
         """Compute the mean final hidden state of each row's marked response tokens, without gradients; communicates.
 
         Args:
-            micro_batches: see :meth:`forward`; packed with ``at_tokens`` and a column
-                :data:`~megarl.megatron.layers.outputs.POOLED`.
+            micro_batches: packed with ``at_tokens`` and a column :data:`~megarl.megatron.layers.outputs.POOLED`.
 
         Returns:
-            ``[rows, hidden]`` float32 per micro-batch, after the final norm, on every rank of the last stage; None on
-            other ranks. A row without marked tokens has zeros.
+            ``[rows, hidden]`` float32 per micro-batch, after the final norm, on the last stage's ranks; None on others.
+            A row without marked tokens has zeros.
         """
-
-        def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Tensor:
-            return mean_of_rows(output, part, micro_batch, self.runtime.cp_group)
-
-        return self._read_hidden(micro_batches, read)
+        return self._read_hidden(micro_batches, partial(mean_of_rows, group=self.runtime.cp_group))
 
     def _read_hidden(
         self,
@@ -315,11 +295,8 @@ class MegatronEngine:
     ) -> dict[str, float]:
         """Compute the gradient of the global loss, the sum over micro-batches and data-parallel ranks; communicates.
 
-        Drops gradients of an earlier call. The result does not depend on the division of rows into micro-batches, nor
-        on the number of micro-batches per data-parallel rank.
-
-        Returns:
-            The sums of the metrics that ``loss`` returns; the same on every rank.
+        Drops gradients of an earlier call. The result does not depend on how rows are divided into micro-batches and
+        over data-parallel ranks. Returns the sums of the metrics of ``loss``, the same on every rank.
         """
         with cuda_on_cpu.active():
             optimizer = self._need_optimizer()
@@ -332,13 +309,17 @@ class MegatronEngine:
             self._faults = FaultWatch()
 
             def read(output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch) -> Any:
-                return self._contribute(loss, self._outputs(output, part, micro_batch, options), micro_batch)
+                return self._contribute(loss, self._outputs(options, output, part, micro_batch), micro_batch)
 
             run = self._training_pass(micro_batches)
             metrics = self._runner.run(micro_batches, read, self._drop_graphs, forward_only=False, routing=run)
             for chunk in self.chunks:
                 drop_autograd_graphs(chunk)
-            return self._sum_metrics(metrics) | self._expert_metrics()
+            sums = self._sum_metrics(metrics)
+            if self._routing is not None:
+                self._expert_load, expert_metrics = self._routing.sums()
+                sums |= expert_metrics
+            return sums
 
     def _training_pass(self, micro_batches: Sequence[PackedMicroBatch]) -> RoutingPass:
         """The routers' part of a pass with gradients; communicates if there are losses that balance experts."""
@@ -347,14 +328,6 @@ class MegatronEngine:
         lengths = [length for micro_batch in micro_batches for length in micro_batch.lengths]
         sequences, tokens = self.all_reduce_dp(torch.tensor([len(lengths), sum(lengths)])).tolist()
         return RoutingPass(trains=True, sequences=sequences, tokens=tokens)
-
-    def _expert_metrics(self) -> dict[str, float]:
-        """Loads and losses of the experts in the last pass; communicates for a model with experts."""
-        if self._routing is None:
-            return {}
-        sums = self._routing.sums()
-        self._expert_load = sums.load
-        return sums.metrics(self._routing.balance)
 
     def optimizer_step(self) -> StepResult:
         """Clip the gradient and step; skips on every rank if a loss or gradient is not finite. Communicates."""
@@ -403,11 +376,11 @@ class MegatronEngine:
         self._runner.drop_graphs()
 
     def _outputs(
-        self, output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, options: OutputOptions
+        self, options: OutputOptions, output: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch
     ) -> Outputs:
-        """Gather the whole micro-batch's outputs from this rank's part of the last layer's output; communicates."""
+        """Gather a micro-batch's outputs from this rank's part of the last layer's output; communicates."""
         if self.options.value_head:
-            return value_outputs(output, part, self.runtime)
+            return ValueOutputs(gather_outputs(output, part, self.runtime.cp_group))
         return policy_outputs(output, part, micro_batch, options, self.model.vocab_size, self.runtime)
 
     def _contribute(

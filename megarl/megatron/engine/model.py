@@ -26,8 +26,7 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.megatron.engine.options import MegatronOptions
-from megarl.megatron.engine.transformer_config import build_transformer_config
+from megarl.megatron.engine.options import MegatronOptions, build_transformer_config
 from megarl.megatron.layers.activations import GeGLU, SwiGLU
 from megarl.megatron.layers.context_parallel import MicroBatchPart
 from megarl.megatron.layers.gated_delta_net import delta_net_spec
@@ -85,7 +84,7 @@ class PackedModel(GPTModel):
         return self._output(hidden, part.read_at, hidden_only) if self.post_process else hidden
 
     def output_weight(self) -> Tensor | None:
-        """Copy of this rank's part of the output layer, ``[padded vocabulary / tp, hidden]``; None without one."""
+        """Copy this rank's part of the output layer, ``[padded vocabulary / tp, hidden]``; None without one."""
         if not self.post_process or isinstance(self.output_layer, ValueHead):
             return None
         tied = self.share_embeddings_and_output_weights
@@ -105,10 +104,8 @@ class PackedModel(GPTModel):
         if is_value:
             values: Tensor = self.output_layer(predictors)
             return values
-        tied = self.share_embeddings_and_output_weights
-        logits: Tensor = self.output_layer(
-            predictors, weight=self.shared_embedding_or_output_weight() if tied else None
-        )[0]
+        tied = self.shared_embedding_or_output_weight() if self.share_embeddings_and_output_weights else None
+        logits: Tensor = self.output_layer(predictors, weight=tied)[0]
         return logits
 
 
@@ -117,10 +114,10 @@ class StageModel:
     """The model chunks of a pipeline stage, and the conversion of a micro-batch for their layers.
 
     Attributes:
-        chunks: chunks of layers in order; more than one only for an interleaved schedule.
-        rotation_factor: factor on the rotated dimensions, for ``frequencies``.
-        window_frequencies: those of layers with sliding-window attention, on the device; None = the same.
-        conv_width: width of the convolution of gated delta net layers; 0 without such layers.
+        chunks: in order; more than one only for an interleaved schedule.
+        rotation_factor: factor on the dimensions rotated by ``frequencies``.
+        window_frequencies: of layers with sliding-window attention, on the device; None = the same.
+        conv_width: convolution width of gated delta net layers; 0 without such layers.
     """
 
     chunks: tuple[PackedModel, ...]
@@ -128,10 +125,6 @@ class StageModel:
     rotation_factor: float = 1.0
     window_frequencies: Tensor | None = None
     conv_width: int = 0
-
-    @property
-    def _megatron_rotates(self) -> bool:
-        return bool(self.chunks[0].position_embedding_type == "rope")
 
     def sequences(self, part: MicroBatchPart) -> PackedSequences:
         """Return sequence boundaries and rotations of ``part``, computed once for all layers.
@@ -154,7 +147,7 @@ class StageModel:
             runs=part.runs(),
             # Megatron rotates sequence by sequence, which requires whole sequences.
             rotation=None
-            if self._megatron_rotates and part.shared is None
+            if self.chunks[0].position_embedding_type == "rope" and part.shared is None
             else rotation_table(part.positions, self.frequencies, self.rotation_factor),
             window_rotation=None
             if self.window_frequencies is None
@@ -186,12 +179,8 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
 
 def _megatron_rotates(model: ModelConfig, fused: bool) -> bool:
     """Whether Megatron rotates queries and keys, before Transformer Engine's attention; its kernel has no factor."""
-    return fused and model.latent is None and not _has_torch_attention(model) and attention_factor(model) == 1.0
-
-
-def _has_torch_attention(model: ModelConfig) -> bool:
-    """Whether all layers have torch's attention, also among Transformer Engine's other layers."""
-    return model.window is not None or model.sinks
+    plain = model.latent is None and model.window is None and not model.sinks
+    return fused and plain and attention_factor(model) == 1.0
 
 
 def _build_chunk(
@@ -207,7 +196,7 @@ def _build_chunk(
         transformer_layer_spec=decoder_spec(model, config, layers, fused=fused, adapted=options.lora is not None),
         vocab_size=WeightMap(model).padded_vocab(layout.tp),
         max_sequence_length=model.max_position_embeddings,
-        pre_process=runtime.is_first_stage and chunk == 0,
+        pre_process=runtime.coordinate.pp == chunk == 0,
         post_process=is_last,
         parallel_output=True,
         share_embeddings_and_output_weights=model.tie_word_embeddings and not options.value_head,
@@ -265,7 +254,7 @@ def _layer(
     if fused and (adapted or not model.input_norms):
         _separate_norms(model, layer, has_experts)
     _place_norms(model, config, layer, fused)
-    if _has_torch_attention(model):
+    if model.window is not None or model.sinks:  # torch's attention, also among Transformer Engine's other layers
         size = model.window.size if model.window is not None and has_window else None
         attention = partial(PackedAttention, window=size, sinks=model.sinks)
         layer.submodules.self_attention.submodules.core_attention = attention

@@ -9,15 +9,15 @@ unchanged since its last copy to the host is emptied without another copy.
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Callable, Collection, Iterable, Iterator, Sequence
+from contextlib import contextmanager, nullcontext
 from typing import Any
 
 import torch
 from torch import Tensor
 
 from megarl.megatron.engine.optimizer import MOMENTS, Optimizer
-from megarl.megatron.runtime.host_memory import HostBuffer, HostCopy, TensorMemory, aligned, storage_bytes
+from megarl.megatron.runtime.memory import HostBuffer, HostCopy, TensorMemory, aligned, storage_bytes
 from megarl.tracing import span
 
 PARAM, GRAD, OPTIMIZER = "param", "grad", "optimizer"
@@ -50,7 +50,7 @@ class Offloader:
         self._is_pinned: Callable[[], bool] = lambda: False
 
     def offload(self) -> int:
-        """Empty the storages, and return the number of device bytes released; no effect if they are empty."""
+        """Empty the storages, and return the released device bytes; no effect if they are empty."""
         if not self.is_offloaded:
             self._copy_to_host()
             self._empty()
@@ -99,13 +99,13 @@ class Offloader:
         return new
 
     def copy(self, reuse: HostCopy | None = None) -> HostCopy:
-        """Copy the contents from the device to new host memory, or to that of an earlier copy, for :meth:`swapped`."""
+        """Copy the contents from the device to host memory, new or an earlier copy's, for :meth:`swapped`."""
         buffer = HostBuffer(self._device) if reuse is None else reuse.buffer
         copy = _copied(_storages(self._tensors(), self._device), buffer)
-        _wait(self._device)
+        self._wait()
         return copy
 
-    @contextlib.contextmanager
+    @contextmanager
     def swapped(self, other: HostCopy) -> Iterator[None]:
         """Swap in the contents of ``other`` within the context; restores the previous contents bit for bit.
 
@@ -122,7 +122,7 @@ class Offloader:
             yield
         finally:
             if was_offloaded:
-                _wait(self._device)
+                self._wait()
                 self._empty()
             else:
                 self._fill(self._copy)
@@ -141,7 +141,7 @@ class Offloader:
             self._copy = _copied(storages, self.host)
             self._is_pinned = lambda: False
         self._is_copied = True
-        _wait(self._device)
+        self._wait()
 
     def _empty(self) -> None:
         for storage in self._storages:
@@ -159,12 +159,21 @@ class Offloader:
         else:
             for storage in self._storages:
                 storage_bytes(storage).zero_()
-        _wait(self._device)
+        self._wait()
         self.is_offloaded = False
+
+    def _wait(self) -> None:
+        """Wait for the device: for copies, and for kernels that still read memory to be released."""
+        if self._device.type == "cuda":
+            torch.cuda.synchronize(self._device)
 
 
 class OffloadManager:
-    """Offloads the parts of an engine, wrapped for data parallelism if it trains, and onloads them on demand."""
+    """Offloads an engine's parts and onloads them on demand.
+
+    Attributes:
+        weights: their offloader, which copies and swaps them; used whether or not they are offloaded.
+    """
 
     def __init__(
         self, chunks: Sequence[Any], optimizer: Optimizer | None, parts: Collection[str], device: torch.device
@@ -176,7 +185,7 @@ class OffloadManager:
         }
         self._optimizer = optimizer
         offloaders = {part: Offloader(tensors[part], device, keep=part != GRAD) for part in PARTS}
-        self._weights = offloaders[PARAM]
+        self.weights = offloaders[PARAM]
         self._offloaders = {
             part: offloader
             for part, offloader in offloaders.items()
@@ -226,7 +235,7 @@ class OffloadManager:
     def mark_changed(self, *parts: str) -> None:
         """Note that parts have changed on the device, so that the next offload copies them."""
         for part in parts:
-            offloader = self._weights if part == PARAM else self._offloaders.get(part)
+            offloader = self.weights if part == PARAM else self._offloaders.get(part)
             if offloader is not None:
                 offloader.mark_changed()
 
@@ -250,19 +259,10 @@ class OffloadManager:
             if offloader.is_offloaded:
                 offloader.pin_until_saved(is_pinned)
 
-    def copy_weights(self, reuse: HostCopy | None = None) -> HostCopy:
-        """Copy the weights to host memory, or over an earlier copy, for :meth:`swapped_weights`."""
-        return self._weights.copy(reuse)
-
-    def swapped_weights(self, other: HostCopy) -> contextlib.AbstractContextManager[None]:
-        """Swap in the weights of ``other`` within the context, see :meth:`Offloader.swapped`."""
-        return self._weights.swapped(other)
-
     def _offload_part(self, part: str) -> int:
-        if self._offloaders[part].is_offloaded:
-            return self._offloaders[part].offload()
-        with span(f"offload {part}", "copy"):
-            return self._offloaders[part].offload()
+        offloader = self._offloaders[part]
+        with nullcontext() if offloader.is_offloaded else span(f"offload {part}", "copy"):
+            return offloader.offload()
 
 
 def _params(chunks: Iterable[Any]) -> Iterator[Tensor]:
@@ -303,9 +303,3 @@ def _copied(storages: Sequence[torch.UntypedStorage], buffer: HostBuffer) -> Hos
     """Copy storages into a buffer; may be asynchronous."""
     offsets = buffer.write([storage_bytes(storage) for storage in storages])
     return HostCopy(buffer, offsets, [storage.nbytes() for storage in storages])
-
-
-def _wait(device: torch.device) -> None:
-    """Wait for the device: for copies, and for kernels that still read memory to be released."""
-    if device.type == "cuda":
-        torch.cuda.synchronize(device)

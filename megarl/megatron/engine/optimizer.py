@@ -55,7 +55,7 @@ class StepResult(NamedTuple):
 
 
 class Optimizer:
-    """Wrapper of Megatron's optimizer; ``steps``, the number of optimizer steps, is the whole state of the schedule."""
+    """Wrapper of Megatron's optimizer; ``steps``, the optimizer steps, is the schedule's whole state."""
 
     def __init__(self, chunks: Sequence[Any], options: OptimizerOptions, dtype: torch.dtype) -> None:
         self.options = options
@@ -80,7 +80,7 @@ class Optimizer:
                 use_fused_kernels(inner)
 
     def inner_optimizers(self) -> Iterator[torch.optim.Optimizer]:
-        """List the optimizers that update this rank's tensors; a stage may lack some of Megatron's."""
+        """List the optimizers of this rank's tensors; a stage may lack some of Megatron's."""
         for part in self.megatron.chained_optimizers:
             if getattr(part, "optimizer", None) is not None:
                 yield part.optimizer
@@ -115,9 +115,9 @@ class Optimizer:
 
 
 def use_fused_kernels(optimizer: torch.optim.Optimizer) -> None:
-    """Make torch's Adam update each tensor in one kernel; other optimizers, which are fused already, are unchanged.
+    """Make torch's Adam update each tensor in one kernel; other optimizers are fused already.
 
-    The default reads and writes the state a dozen times, and needs temporary memory of the size of one moment.
+    The default reads and writes the state a dozen times, and needs temporary memory as large as one moment.
     """
     if isinstance(optimizer, torch.optim.Adam):
         for group in optimizer.param_groups:
@@ -198,14 +198,9 @@ def _main_weights(part: Any, param: nn.Parameter) -> tuple[Tensor, int, int] | N
         return part.optimizer.param_groups[group]["params"][index], owned.start, owned.end
     main = getattr(param, "main_param", None)
     main = param if main is None else main
-    if not any(main is held for held in _params(part.optimizer)):
+    if not any(main is updated for group in part.optimizer.param_groups for updated in group["params"]):
         return None
     return main, 0, param.numel()
-
-
-def _params(optimizer: torch.optim.Optimizer) -> Iterator[Tensor]:
-    for group in optimizer.param_groups:
-        yield from group["params"]
 
 
 def _state(optimizer: torch.optim.Optimizer, main: Tensor, zeros_like: Callable[[Tensor], Tensor]) -> dict[str, Any]:

@@ -13,10 +13,8 @@ from torch import Tensor, nn
 
 from megarl.base.errors import MegarlError, ModelError
 from megarl.megatron.engine.offload import PARAM, OffloadManager
-from megarl.megatron.layers.lora import Adapters
-from megarl.megatron.layers.parameter_names import first_expert, global_names
-from megarl.megatron.runtime.process_groups import Runtime
-from megarl.megatron.runtime.store_barrier import RankTurns
+from megarl.megatron.layers.lora import Adapters, first_expert, global_naming
+from megarl.megatron.runtime.process_groups import RankTurns, Runtime
 from megarl.models import LocalParam, ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap
 from megarl.models.hf_checkpoint import HFReader, load_local
@@ -30,7 +28,7 @@ class RankWeights:
     """The weights of one rank.
 
     Args:
-        gather: called before weights are read or set: updates them to those of the last step. May communicate with all
+        gather: called before weights are read or set: updates them to the last step's; may communicate with all
             data-parallel ranks.
         adapters: merged into the weights that are read; None without LoRA.
     """
@@ -45,7 +43,8 @@ class RankWeights:
         adapters: Adapters | None = None,
     ) -> None:
         first = first_expert(weight_map.config, runtime)
-        self._params = {name: param for chunk in chunks for name, param in global_names(chunk, first).items()}
+        named = ((global_naming(chunk, first), chunk.named_parameters()) for chunk in chunks)
+        self._params = {rename(name): param for rename, params in named for name, param in params}
         self._trained = self._params
         if adapters is not None:
             added = adapters.parameters()
@@ -61,7 +60,7 @@ class RankWeights:
         self._gather = gather
 
     def gather_pending(self) -> None:
-        """Bring the weights of the last step to the device; may communicate."""
+        """Bring the last step's weights to the device; may communicate."""
         self._gather()
         self._offload_manager.onload(PARAM)
 
@@ -86,7 +85,7 @@ class RankWeights:
     def load_hf(self, path: str | Path) -> None:
         """Load this rank's shard of a model folder, and set DoRA's magnitudes to its rows' norms; may communicate.
 
-        A value head that the folder lacks is left unchanged.
+        A missing value head is left unchanged.
 
         Raises:
             ModelError: a tensor is missing or has another shape than the model's.
@@ -121,10 +120,10 @@ class RankWeights:
             params[name].copy_(tensor)
 
     def export(self, writer: Callable[[], HFWriter]) -> None:
-        """Write the whole model on rank 0, which receives it part by part; all ranks must call this.
+        """Write the model on rank 0, which receives it part by part; all ranks must call this.
 
-        The other ranks wait for their turns outside collectives, because rank 0 writes large files meanwhile. The parts
-        of one parameter are consecutive, so that whole tensors can be written early.
+        The other ranks wait for their turns outside collectives, because rank 0 writes large files meanwhile. A
+        parameter's parts are consecutive, so that whole tensors can be written early.
 
         Raises:
             CheckpointError: on every rank, if rank 0 could not write.
@@ -141,10 +140,8 @@ class RankWeights:
         try:
             with writer() as files:
                 for owner, param in self._export_order():
-                    mine = owner == 0
-                    files.add(
-                        param, (self._values(param, merged) if mine else self._receive(param, owner, turns)).cpu()
-                    )
+                    values = self._receive(param, owner, turns) if owner else self._values(param, merged)
+                    files.add(param, values.cpu())
         except BaseException as error:
             turns.fail(error.text if isinstance(error, MegarlError) else f"{type(error).__name__}: {error}")
             raise
@@ -153,10 +150,8 @@ class RankWeights:
 
     def to_host(self) -> dict[str, Tensor]:
         """Copy the weights to host memory."""
-        return {
-            name: weight.to("cpu", copy=True, memory_format=torch.contiguous_format)
-            for name, weight in self.named().items()
-        }
+        weights, form = self.named(), torch.contiguous_format
+        return {name: weight.to("cpu", copy=True, memory_format=form) for name, weight in weights.items()}
 
     def _values(self, param: LocalParam, merged: Mapping[str, Tensor] | None) -> Tensor:
         """Return a weight's values: a device view, a copy of offloaded memory, or merged with its adapters."""

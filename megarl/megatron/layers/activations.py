@@ -87,7 +87,7 @@ def _rows_at_once(inputs: Tensor) -> int:
 
 
 class GatedActivation(nn.Module):
-    """A gated activation of ``[..., 2 * n]``; subclasses name its function and the function's further arguments."""
+    """A gated activation of ``[..., 2 * n]``; subclasses name the function and its further arguments."""
 
     function: type[torch.autograd.Function] = _Gated
     arguments: tuple[Any, ...] = ()

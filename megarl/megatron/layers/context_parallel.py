@@ -25,10 +25,13 @@ from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.megatron.layers.kernels import causal_attention, fits_packed_attention, window_attention
+from megarl.megatron.layers.kernels import (
+    fits_packed_attention,
+    flash_prefix_attention,
+    window_attention,
+)
 from megarl.megatron.layers.packed import PackedMicroBatch, SharedPrompts, copy_to, ranges
-from megarl.megatron.layers.packed_sinks import flash_prefix_attention
-from megarl.models.sink_attention import sink_attention
+from megarl.models.functional import causal_attention, sink_attention
 
 
 def attend(
@@ -50,10 +53,10 @@ def attend(
         query: ``[tokens of this rank, heads, head_dim]``, rotated, in the order of :func:`rank_indices`.
         key: ``[tokens of this rank, key-value heads, head_dim]``, likewise.
         value: like ``key``; its last dimension may differ.
-        runs: runs of neighbouring whole sequences of equal length: (number of sequences, their length).
+        runs: neighbouring whole sequences with one length: (number of sequences, their length).
         scale: of the scores; None = ``head_dim ** -0.5``.
         window: tokens that a token attends to, itself included; None = all earlier ones.
-        sinks: ``[heads]``, see :mod:`megarl.models.sink_attention`; None without sinks.
+        sinks: ``[heads]``, see :mod:`megarl.models.functional`; None without sinks.
 
     Returns:
         ``[tokens of this rank, heads * value's last dimension]``.
@@ -67,7 +70,7 @@ def attend(
         keys, values = _in_order(gathered[:, start:stop], count).split([key.shape[-1], value.shape[-1]], dim=-1)
         queries = query[start:stop].unflatten(0, (count, 2, chunk))
         halves = [
-            _attend_to_prefix(
+            attend_to_prefix(
                 queries[:, half].transpose(1, 2), keys[:, :, :seen], values[:, :, :seen], scale, window, sinks
             )
             for half, seen in enumerate(((rank + 1) * chunk, (2 * ranks - rank) * chunk))
@@ -78,14 +81,10 @@ def attend(
 
 
 def gather_outputs(outputs: Tensor, part: MicroBatchPart, group: dist.ProcessGroup) -> Tensor:
-    """Gather the outputs of all response tokens of a micro-batch, in its rows' order, on every rank; communicates.
+    """Gather ``[this rank's response tokens, ...]`` to ``[response tokens, ...]``, in row order; communicates.
 
-    Args:
-        outputs: ``[this rank's response tokens, ...]``.
-
-    Returns:
-        ``[response tokens, ...]``. The backward gives a rank the gradient of its entries only: all ranks compute the
-        same loss, and no rank may count another's tokens.
+    The backward gives a rank the gradient of its entries only: all ranks compute the same loss, and no rank may count
+    another's tokens.
     """
     if group.size() == 1 or not part.widest:
         return outputs
@@ -115,7 +114,7 @@ def _in_order(gathered: Tensor, count: int) -> Tensor:
     return torch.cat([early, late.flip(0)]).permute(1, 3, 0, 2, 4).flatten(2, 3)
 
 
-def _attend_to_prefix(
+def attend_to_prefix(
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -123,12 +122,10 @@ def _attend_to_prefix(
     window: int | None,
     sinks: Tensor | None,
 ) -> Tensor:
-    """Attention of the last tokens of each sequence: ``[count, chunk, heads, width]``.
+    """Compute causal attention of the last tokens of each sequence: ``[count, chunk, heads, width]``.
 
-    Args:
-        query: ``[count, heads, chunk, head_dim]``.
-        key: ``[count, key-value heads, seen, head_dim]``; its last ``chunk`` tokens are those of the queries.
-        value: ``[count, key-value heads, seen, width]``.
+    ``query [count, heads, chunk, head_dim]`` attends to ``key [count, key-value heads, seen, head_dim]``, whose last
+    ``chunk`` tokens are the queries', and ``value [count, key-value heads, seen, width]``.
     """
     chunk, seen = query.shape[2], key.shape[2]
     if sinks is not None:
@@ -153,16 +150,15 @@ class MicroBatchPart:
     Attributes:
         tokens: ``[tokens of this rank]`` int64, padding included.
         positions: ``[tokens of this rank]`` int64, position of each in its whole sequence.
-        lengths: tokens of each whole sequence, padding included, in stored order. Every rank has the same share of
-            each.
+        lengths: tokens of each whole sequence, padding included, in stored order; ranks have equal shares of each.
         ends: ``[sequences + 1]`` int32, cumulative sums of the lengths, from 0.
         read_at: ``[n]`` int64, index in ``tokens`` of each output to read. A response token belongs to the rank that
             reads its output; ``n`` is the number of this rank's response tokens.
         targets: ``[n]`` int64.
         local_indices: ``[n]`` int64, ascending indices of this rank's response tokens among those of the micro-batch.
         widest: largest number of response tokens of any rank.
-        sources: ``[response tokens]`` int64, index of each of the micro-batch's response tokens in the concatenation of
-            all ranks' outputs, each padded to ``widest``.
+        sources: ``[response tokens]`` int64, index of each of the micro-batch's response tokens in all ranks' outputs,
+            each rank's padded to ``widest``.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
     """
 
@@ -177,18 +173,13 @@ class MicroBatchPart:
     sources: Tensor
     shared: SharedPrompts | None = None
 
-    @property
-    def num_tokens(self) -> int:
-        """Number of tokens that this rank computes."""
-        return len(self.tokens)
-
     def to(self, device: torch.device) -> MicroBatchPart:
         """Copy the tensors to ``device``."""
         moved: dict[str, Any] = {name: copy_to(t, device) for name, t in vars(self).items() if isinstance(t, Tensor)}
         return replace(self, **moved, shared=None if self.shared is None else self.shared.to(device))
 
     def runs(self) -> tuple[tuple[int, int], ...]:
-        """Return the runs of neighbouring whole sequences of equal length: (number of sequences, their length)."""
+        """Return runs of neighbouring whole sequences with one length: (number of sequences, their length)."""
         return tuple((len(list(run)), length) for length, run in groupby(self.lengths))
 
 
@@ -237,17 +228,6 @@ def context_parallel_part(
         widest=widest,
         sources=sources,
     )
-
-
-def stored_indices(micro_batch: PackedMicroBatch, ranks: int = 1, rank: int = 0, multiple: int = 1) -> Tensor:
-    """Return a part's micro-batch indices, -1 for padding; arguments of :func:`context_parallel_part`."""
-    count = micro_batch.num_tokens
-    if micro_batch.shared is not None:
-        return torch.cat([torch.arange(count), torch.full((-count % multiple,), -1)])
-    lengths = padded_lengths(micro_batch.lengths, ranks, multiple)
-    indices = torch.full((sum(lengths),), -1)
-    indices[ranges([0, *accumulate(lengths)][: len(micro_batch.lengths)], micro_batch.lengths)] = torch.arange(count)
-    return indices[rank_indices(lengths, ranks, rank)]
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:

@@ -12,7 +12,7 @@ are installed. Otherwise :mod:`megarl.models.delta_rule` computes both.
 from __future__ import annotations
 
 from collections.abc import Callable
-from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import torch
@@ -27,39 +27,22 @@ from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
 from megarl.megatron.layers.kernels import convolution_kernel, delta_rule_kernel
-from megarl.megatron.layers.torch_layers import PackedSequences, build_linear
+from megarl.megatron.layers.torch_layers import AttentionParts, PackedSequences, recomputes_attention
 from megarl.models import ModelConfig
 from megarl.models.delta_rule import causal_convolution, chunked_delta_rule, gated_norm, log_decay
 
 
-@dataclass
-class DeltaNetParts:
-    """The layers that differ between Megatron's and Transformer Engine's specifications."""
-
-    column: Any = None
-    row: Any = None
-
-
 def delta_net_spec(model: ModelConfig, column: Any, row: Any) -> ModuleSpec:
-    """Build the specification of a gated delta net; ``column`` is a column-parallel linear layer without a norm."""
-    return ModuleSpec(module=GatedDeltaNet, params={"model": model}, submodules=DeltaNetParts(column, row))
+    """Build the specification of a gated delta net; ``column`` as in :class:`AttentionParts`."""
+    return ModuleSpec(module=GatedDeltaNet, params={"model": model}, submodules=AttentionParts(column, row))
 
 
-class ChannelWeights(nn.Module):
-    """Weights ``[channels of this rank, 1, width]`` of a causal convolution of each channel."""
+class _Weight(nn.Module):
+    """A module that has only a weight, for its name in the checkpoint."""
 
-    def __init__(self, config: TransformerConfig, channels: int, width: int) -> None:
+    def __init__(self, weight: nn.Parameter) -> None:
         super().__init__()
-        self.weight = _split_parameter(config, channels, 1, width)
-
-
-class NormWeight(nn.Module):
-    """Weight ``[width]`` of the gated norm, the same for the heads of all ranks."""
-
-    def __init__(self, config: TransformerConfig, width: int) -> None:
-        super().__init__()
-        device = torch.cuda.current_device()
-        self.weight = nn.Parameter(torch.ones(width, dtype=config.params_dtype, device=device))
+        self.weight = weight
 
 
 class GatedDeltaNet(nn.Module):
@@ -68,7 +51,7 @@ class GatedDeltaNet(nn.Module):
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: DeltaNetParts,
+        submodules: AttentionParts,
         layer_number: int,
         *,
         model: ModelConfig,
@@ -83,25 +66,15 @@ class GatedDeltaNet(nn.Module):
         ranks, linear = self.tp_group.size(), model.linear
         self.key_heads, self.value_heads = linear.key_heads // ranks, linear.value_heads // ranks
         values = linear.value_heads * linear.value_dim
-
-        def projection(kind: Any, inputs: int, outputs: int, **options: Any) -> Any:
-            return build_linear(kind, inputs, outputs, config, self.tp_group, **options)
-
-        column = {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
-        self.in_proj_qkvz = projection(submodules.column, model.hidden_size, linear.mixed_width + values, **column)
-        self.in_proj_ba = projection(submodules.column, model.hidden_size, 2 * linear.value_heads, **column)
-        self.conv1d = ChannelWeights(config, linear.mixed_width // ranks, linear.conv_width)
+        projection = partial(submodules.linear, config=config, group=self.tp_group)
+        self.in_proj_qkvz = projection(model.hidden_size, linear.mixed_width + values)
+        self.in_proj_ba = projection(model.hidden_size, 2 * linear.value_heads)
+        self.conv1d = _Weight(_split_parameter(config, linear.mixed_width // ranks, 1, linear.conv_width))
         self.dt_bias = _split_parameter(config, self.value_heads)
         self.A_log = _split_parameter(config, self.value_heads)
-        self.out_norm = NormWeight(config, linear.value_dim)
-        self.out_proj = projection(
-            submodules.row,
-            values,
-            model.hidden_size,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
+        ones = torch.ones(linear.value_dim, dtype=config.params_dtype, device=torch.cuda.current_device())
+        self.out_norm = _Weight(nn.Parameter(ones))  # the same for the heads of all ranks
+        self.out_proj = projection(values, model.hidden_size, row=True)
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedSequences, **_: Any
@@ -110,12 +83,12 @@ class GatedDeltaNet(nn.Module):
         qkvz, ba = self.in_proj_qkvz(hidden)[0][:, 0], self.in_proj_ba(hidden)[0][:, 0]
         mixed = self.linear.mixed_width // self.tp_group.size()
         qkv, gate = qkvz.split([mixed, qkvz.shape[-1] - mixed], dim=-1)
-        recompute = self.config.recompute_granularity == "selective" and "core_attn" in self.config.recompute_modules
+        recompute = recomputes_attention(self, self.config)
 
         def core(qkv: Tensor, ba: Tensor) -> Tensor:
             return self._core(qkv, ba, packed_seq_params, keep=recompute)
 
-        values = tensor_parallel.checkpoint(core, False, qkv, ba) if recompute and self.training else core(qkv, ba)
+        values = tensor_parallel.checkpoint(core, False, qkv, ba) if recompute else core(qkv, ba)
         # Each rank's heads give a part of the gradient of the norm.
         weight = copy_to_tensor_model_parallel_region(self.out_norm.weight, group=self.tp_group)
         normed = gated_norm(values, gate.unflatten(-1, (self.value_heads, -1)), weight, self.eps)
@@ -162,11 +135,9 @@ class GatedDeltaNet(nn.Module):
 def in_rule_kernel(
     kernel: Callable[..., Any], query: Tensor, key: Tensor, value: Tensor, g: Tensor, b: Tensor, ends: Tensor
 ) -> Tensor:
-    """Compute the delta rule in flash-linear-attention's kernel.
+    """Compute :func:`~megarl.models.delta_rule.chunked_delta_rule` in flash-linear-attention's kernel.
 
-    Args:
-        query: see :func:`~megarl.models.delta_rule.chunked_delta_rule` for this and the next ones.
-        ends: ``[sequences + 1]`` int32, cumulative sums of the sequences' lengths, from 0.
+    ``ends [sequences + 1]`` int32 are cumulative sequence lengths, from 0.
     """
     shared = value.shape[1] // key.shape[1]
     # Earlier releases need as many keys as values.

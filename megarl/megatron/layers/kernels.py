@@ -1,4 +1,11 @@
-"""Detection of installed kernels: Transformer Engine's, Apex's or torch's."""
+"""Kernels: Transformer Engine's, Apex's or torch's, as installed; and attention in torch's.
+
+On a GPU in half precision torch's flash kernels compute attention over packed sequences. They have no sinks, but return
+the logarithm ``L`` of each query's denominator. A sink ``s`` changes it to ``log(exp(L) + exp(s))``, and the output by
+the ratio of both denominators. The kernels' backward computes each share of the softmax from this logarithm and needs
+only the output besides: with both changed, gradients of queries, keys and values are exact. The sink's share has no
+value, so its gradient is minus this share of the products of outputs and their gradients.
+"""
 
 from __future__ import annotations
 
@@ -8,49 +15,20 @@ import importlib.util
 import inspect
 import logging
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any
 
 import torch
 import torch.distributed as dist
-from megatron.core import __version__ as megatron_version
 from megatron.core import optimizer as megatron_optimizer
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
 from megarl.base.compilers import fusion_error
-from megarl.megatron.runtime.transformer_engine import has_transformer_engine
+from megarl.megatron.runtime.versions import has_transformer_engine
 from megarl.models import ModelConfig
-from megarl.models.torch_attention import dot_product_attention
+from megarl.models.functional import causal_attention
 
 logger = logging.getLogger(__name__)
-
-
-class Kernels(NamedTuple):
-    """Kernels of an engine.
-
-    Attributes:
-        experts: of a mixture of experts; empty for a dense model.
-        adam: of the optimizer; empty for inference.
-        delta_nets: of gated delta nets; empty for a model without them.
-    """
-
-    layers: str
-    attention: str
-    experts: str
-    adam: str
-    delta_nets: str = ""
-
-    def describe(self) -> str:
-        """Describe the kernels in one line, such as ``layers: torch, attention: torch's, Megatron-Core 0.16.1``."""
-        named = {
-            "layers": self.layers,
-            "attention": self.attention,
-            "gated delta nets": self.delta_nets,
-            "experts": self.experts,
-            "Adam": self.adam,
-        }
-        parts = [f"{name}: {kernel}" for name, kernel in named.items() if kernel]
-        return ", ".join([*parts, f"Megatron-Core {megatron_version}"])
 
 
 def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
@@ -58,27 +36,27 @@ def uses_transformer_engine(device: torch.device, dtype: torch.dtype) -> bool:
     return device.type == "cuda" and dtype is torch.bfloat16 and has_transformer_engine()
 
 
-def kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype, *, trains: bool) -> Kernels:
-    """Select the kernels for a model in this number format on this device.
+def kernels(model: ModelConfig, device: torch.device, dtype: torch.dtype, *, trains: bool) -> dict[str, str]:
+    """Name the kernels of each part of a model in this number format on this device, such as ``attention: torch's``.
 
     A model with sliding-window attention or sinks has torch's attention among Transformer Engine's other layers.
     """
-    has_experts = model.experts is not None
-    adam = adam_kernel(megatron_optimizer.Adam) if trains else ""
+    fused = uses_transformer_engine(device, dtype)
     value_dim = model.head_dim if model.latent is None else model.latent.v_dim
     packed = device.type == "cuda" and _packs(dtype, model.head_dim, value_dim)
     attention = "torch's varlen_attn" if packed else "torch's, length by length"
     if model.sinks:
         attention = f"torch's with sinks, {'in its flash kernels' if packed else 'in chunks'}"
-    delta_nets = ""
+    elif fused and model.window is None:
+        attention = "Transformer Engine's"
+    used = {"layers": "Transformer Engine" if fused else "torch", "attention": attention}
     if model.linear is not None:
         delta_nets = "flash-linear-attention's" if delta_rule_kernel(device, dtype) else "torch's, in chunks"
-        delta_nets += " (convolution: causal-conv1d's)" if convolution_kernel(device) else ""
-    if uses_transformer_engine(device, dtype):
-        grouped = "Transformer Engine's (grouped)" if has_experts else ""
-        attention = attention if model.window is not None or model.sinks else "Transformer Engine's"
-        return Kernels("Transformer Engine", attention, grouped, adam, delta_nets)
-    return Kernels("torch", attention, "one after the other" if has_experts else "", adam, delta_nets)
+        convolution = " (convolution: causal-conv1d's)" if convolution_kernel(device) else ""
+        used["gated delta nets"] = delta_nets + convolution
+    if model.experts is not None:
+        used["experts"] = "Transformer Engine's (grouped)" if fused else "one after the other"
+    return used | ({"Adam": adam_kernel(megatron_optimizer.Adam)} if trains else {})
 
 
 def delta_rule_kernel(device: torch.device, dtype: torch.dtype) -> Callable[..., Any] | None:
@@ -103,7 +81,7 @@ def installed_kernel(module: str, function: str) -> Callable[..., Any] | None:
 
 
 def adam_kernel(adam: type) -> str:
-    """Return the package of Megatron's Adam: Transformer Engine's, else Apex's, else torch's."""
+    """Name the package of Megatron's Adam: Transformer Engine's, else Apex's, else torch's."""
     owners = {"transformer_engine": "Transformer Engine's (fused)", "apex": "Apex's (fused)"}
     return owners.get(adam.__module__.partition(".")[0], "torch's")
 
@@ -163,25 +141,6 @@ def check_fusions(config: TransformerConfig, device: torch.device) -> None:
             logger.warning("torch cannot compile, so fused operations run one by one (`megarl doctor`); %s", reason)
 
 
-def causal_attention(
-    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, scale: float | None = None
-) -> Tensor:
-    """Compute torch's scaled dot-product attention with grouped queries.
-
-    Args:
-        query: ``[sequences, heads, tokens, head_dim]``.
-        key: ``[sequences, key-value heads, earlier tokens, head_dim]``.
-        value: like ``key``; its last dimension may differ.
-        mask: of the scores; None = causal for as many queries as keys, else every query attends to every key.
-        scale: of the scores; None = ``head_dim ** -0.5``.
-
-    Returns:
-        ``[sequences, heads, tokens, value's last dimension]``.
-    """
-    is_causal = mask is None and query.shape[2] == key.shape[2]
-    return dot_product_attention(query, key, value, mask=mask, is_causal=is_causal, scale=scale)
-
-
 def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, scale: float | None = None) -> Tensor:
     """Compute sliding-window attention of the last tokens of sequences, in chunks of the window's size.
 
@@ -201,3 +160,91 @@ def window_attention(query: Tensor, key: Tensor, value: Tensor, window: int, sca
         keys, values = key[:, :, first:last], value[:, :, first:last]
         outputs.append(causal_attention(query[:, :, start:stop], keys, values, mask=mask, scale=scale))
     return outputs[0] if len(outputs) == 1 else torch.cat(outputs, dim=2)
+
+
+class PackedFlashKernel:
+    """Torch's flash kernel for sequences laid end to end, causal for the last tokens of each.
+
+    Args:
+        query_ends: ``[sequences + 1]`` int32, cumulative numbers of queries, from 0.
+        key_ends: the same of keys.
+        longest: most queries, and most keys, per sequence.
+        window: tokens that a token attends to, itself included; None = all earlier ones.
+    """
+
+    def __init__(
+        self, query_ends: Tensor, key_ends: Tensor, longest: tuple[int, int], scale: float, window: int | None
+    ) -> None:
+        self._sequences = (query_ends, key_ends, *longest)
+        self._is_causal = window is None
+        earlier, later = (-1, -1) if window is None else (window - 1, 0)  # -1 = no limit
+        self._options = {"scale": scale, "window_size_left": earlier, "window_size_right": later}
+        self._random: tuple[Tensor, Tensor] | None = None
+
+    def forward(self, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        """Compute the attention, and the logarithms of the denominators, ``[heads, tokens]`` float32."""
+        output, totals, *state, _ = torch.ops.aten._flash_attention_forward(
+            query, key, value, *self._sequences, 0.0, self._is_causal, False, **self._options
+        )
+        self._random = (state[0], state[1])  # of dropout, which is off
+        return output, totals
+
+    def backward(
+        self, grad: Tensor, query: Tensor, key: Tensor, value: Tensor, output: Tensor, totals: Tensor
+    ) -> tuple[Tensor, Tensor, Tensor]:
+        """Compute the gradients of query, key and value; ``totals`` are the logarithms of the denominators."""
+        assert self._random is not None, "the forward precedes the backward"
+        saved = (query, key, value, output, totals)
+        result: tuple[Tensor, Tensor, Tensor] = torch.ops.aten._flash_attention_backward(
+            grad, *saved, *self._sequences, 0.0, self._is_causal, *self._random, **self._options
+        )
+        return result
+
+
+def flash_sink_attention(query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: PackedFlashKernel) -> Tensor:
+    """Compute attention with sinks in a flash kernel; differentiable.
+
+    Args:
+        query: ``[queries, heads, head_dim]``.
+        key: ``[keys, key-value heads, head_dim]``.
+        value: like ``key``.
+        sinks: ``[heads]``, logits.
+    """
+    result: Tensor = _FlashSinkAttention.apply(query, key, value, sinks, kernel)
+    return result
+
+
+def flash_prefix_attention(
+    query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, scale: float, window: int | None
+) -> Tensor:
+    """Compute :func:`megarl.models.functional.sink_attention`, with its arguments, in torch's flash kernel."""
+    (count, _, rows, _), seen = query.shape, key.shape[2]
+    query_ends, key_ends = (
+        torch.arange(0, (count + 1) * length, length, dtype=torch.int32, device=query.device) for length in (rows, seen)
+    )
+    kernel = PackedFlashKernel(query_ends, key_ends, (rows, seen), scale, window)
+    queries, keys, values = (heads.transpose(1, 2).flatten(0, 1) for heads in (query, key, value))
+    attended = flash_sink_attention(queries, keys, values, sinks, kernel)
+    return attended.view(count, rows, *attended.shape[1:]).transpose(1, 2)
+
+
+class _FlashSinkAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any, query: Tensor, key: Tensor, value: Tensor, sinks: Tensor, kernel: PackedFlashKernel
+    ) -> Tensor:
+        plain, logarithms = kernel.forward(query, key, value)
+        totals = torch.logaddexp(logarithms, sinks.float()[:, None])
+        output = plain * torch.exp(logarithms - totals).t()[..., None].to(plain.dtype)
+        ctx.save_for_backward(query, key, value, sinks, output, totals)
+        ctx.kernel = kernel
+        return output
+
+    @staticmethod
+    def backward(ctx: Any, *grads: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor, None]:
+        query, key, value, sinks, output, totals = ctx.saved_tensors
+        grad = grads[0].contiguous()
+        products = (grad.float() * output.float()).sum(-1).t()
+        grad_sinks = -(torch.exp(sinks.float()[:, None] - totals) * products).sum(1)
+        grad_heads = ctx.kernel.backward(grad, query, key, value, output, totals)
+        return (*grad_heads, grad_sinks.to(sinks.dtype), None)

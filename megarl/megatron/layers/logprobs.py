@@ -44,8 +44,7 @@ class ReferenceHead(NamedTuple):
     """The reference's distributions, as hidden states and output layer; each token may have another reference.
 
     Attributes:
-        hidden: final hidden states ``[n, widest hidden]``, in any float format. The states of a narrower reference come
-            first in their row, and nothing reads the rest.
+        hidden: final hidden states ``[n, widest hidden]``, in any float format; a narrower reference's come first.
         weights: this rank's rows of each reference's output layer, ``[padded vocabulary / group size, hidden]``; in the
             policy's layout.
         numbers: index in ``weights`` of each token's reference, ``[n]``; None with one reference.
@@ -96,19 +95,18 @@ def vocab_parallel_outputs(
 ) -> TokenOutputs:
     """Compute log-probabilities of the targets, and optionally entropies and the exact KL to a reference.
 
-    Differentiable with respect to ``logits``: a rank's backward gives the gradient of its columns.
+    Differentiable in ``logits``: a rank's backward gives the gradient of its columns.
 
     Args:
         logits: ``[n, padded vocabulary / group size]``, this rank's columns, in any float format.
         targets: ``[n]`` int64 token ids below ``vocab_size``, the same on every rank.
-        vocab_size: real size of the vocabulary; later columns are padding and get no probability.
-        temperature: divisor of the logits; must be positive.
-        reference: also compute the KL to this distribution, at the same temperature.
-        ids: also compute the log-probabilities of these tokens at each position, ``[n, k]`` int64, distinct and below
+        vocab_size: later columns are padding and get no probability.
+        reference: compute the KL to this distribution, at the same temperature.
+        ids: compute the log-probabilities of these tokens at each position, ``[n, k]`` int64, distinct and below
             ``vocab_size``, the same on every rank.
         group: the ranks that hold the other columns; None if this rank holds them all.
-        overwrite_logits: write the gradient over the logits, which saves memory of their size. The logits must have no
-            other reader after the forward, and the backward can run only once.
+        overwrite_logits: write the gradient over the logits, which saves their memory. They must have no other reader
+            after the forward, and the backward can run only once.
 
     Raises:
         ValueError: the temperature is not positive.
@@ -135,10 +133,7 @@ def vocab_parallel_top_tokens(
     temperature: float = 1.0,
     group: dist.ProcessGroup | None = None,
 ) -> TopTokens:
-    """Find the most probable tokens of the vocabulary, exactly, with ``count`` values per rank on the wire.
-
-    Args:
-        logits: as for :func:`vocab_parallel_outputs`.
+    """Find the most probable tokens exactly; arguments of :func:`vocab_parallel_outputs`, communicates.
 
     Raises:
         ValueError: the vocabulary is smaller than ``count``.
@@ -191,7 +186,7 @@ class _Settings(NamedTuple):
         return tensor
 
     def all_gather(self, tensor: Tensor) -> Tensor:
-        """Join the columns ``[n, k]`` of all ranks of the group; communicates."""
+        """Join the columns ``[n, k]`` of all ranks; communicates."""
         if self.group is None or self.group.size() == 1:
             return tensor
         parts = [torch.empty_like(tensor) for _ in range(self.group.size())]
@@ -306,11 +301,9 @@ def _shifted(logits: Tensor, maximum: Tensor, settings: _Settings) -> Tensor:
 
 
 def _sums(shifted: Tensor, column: Tensor, is_local: Tensor, settings: _Settings) -> Tensor:
-    """Sum over the whole vocabulary; communicates.
+    """Sum over the vocabulary, ``[4, n]``; communicates.
 
-    Returns:
-        ``[4, n]``: the target's shifted logit, the sum of exponentials, with entropy their product's sum, and if
-        requested the sum of the squared exponentials.
+    The target's shifted logit, the exponentials, if requested their products with the shifted logits, and squares.
     """
     sums = shifted.new_zeros(4, len(shifted))
     if shifted.shape[1]:

@@ -1,10 +1,11 @@
-"""Low-rank adapters (LoRA, DoRA) on Megatron's parallel linear layers, and weights with adapters merged into them."""
+"""Low-rank adapters (LoRA, DoRA) on Megatron's parallel linear layers, merged weights, and names in the weight map."""
 
 from __future__ import annotations
 
 import contextlib
 import math
-from collections.abc import Iterator, Mapping, Sequence
+import re
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 import torch
@@ -21,10 +22,11 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megarl.base.seeds import derive_seed
-from megarl.megatron.layers.parameter_names import first_expert, global_naming
 from megarl.megatron.runtime.process_groups import Runtime
-from megarl.models import LocalParam
+from megarl.models import LocalParam, ModelConfig, canonical_name
 from megarl.models.adapters import OUTPUT_LAYER, A, AdapterMap, AdapterSplit, B, LocalAdapter, M
+
+_EXPERT = re.compile(r"(?<=\.local_experts\.)\d+")
 
 
 class LowRankAdapter(nn.Module):
@@ -76,7 +78,7 @@ class LowRankAdapter(nn.Module):
         self._mark(weight, local.is_expert)
 
     def _mark(self, weight: nn.Parameter, is_expert: bool) -> None:
-        """Set Megatron's marks: replicas of an expert, gradients to sum, and tensors that the norm counts once."""
+        """Set Megatron's marks: an expert's replicas, gradients to sum, and tensors that the norm counts once."""
         dims = ((self.a, AdapterSplit.ROW, 1), (self.b, AdapterSplit.COLUMN, 0), (self.m, AdapterSplit.COLUMN, 0))
         for param, split, dim in dims:
             if param is None:
@@ -108,7 +110,7 @@ class LowRankAdapter(nn.Module):
         return self._rescaled(output + self._added(inputs), weight, bias)
 
     def in_float32(self, inputs: Tensor, logits: Tensor, weight: Tensor) -> Tensor:
-        """Apply the adapter to a router's logits, in float32 like the logits."""
+        """Apply the adapter to a router's float32 logits."""
         added = F.linear(F.linear(inputs, self.a.float()), self.b.float()) * self.scale
         return self._rescaled(logits + added, weight, None)
 
@@ -136,7 +138,7 @@ class LowRankAdapter(nn.Module):
 
     @torch.no_grad()
     def _norms(self, weight: Tensor) -> Tensor:
-        """Compute the norms of the adapted rows of ``W + scale * B A``, in the dtype of M.
+        """Compute the norms of ``W + scale * B A``'s adapted rows, in the dtype of M.
 
         The sum is not built: ``|W + s B A|^2 = |W|^2 + (2 W A^T + s B A A^T) . s B``, row by row.
         """
@@ -172,13 +174,13 @@ class LowRankAdapter(nn.Module):
 
     def _exchanged(self, low: Tensor) -> Tensor:
         """``A x`` of all tokens that this rank's part of B multiplies."""
-        by_sequence, exchange = self.sequence_parallel, None
-        if self.split is AdapterSplit.COLUMN:  # every rank has rows of B, for all tokens
-            exchange = gather_from_sequence_parallel_region if by_sequence else copy_to_tensor_model_parallel_region
-        elif self.split is AdapterSplit.ROW:  # every rank's columns of A give a summand
-            sums_and_splits, sums = reduce_scatter_to_sequence_parallel_region, reduce_from_tensor_model_parallel_region
-            exchange = sums_and_splits if by_sequence else sums
-        result: Tensor = low if exchange is None else exchange(low, group=self.group)
+        if self.split is AdapterSplit.REPLICATED:
+            return low
+        whole, by_sequence = {  # a column split has rows of B for all tokens; in a row split each rank has a summand
+            AdapterSplit.COLUMN: (copy_to_tensor_model_parallel_region, gather_from_sequence_parallel_region),
+            AdapterSplit.ROW: (reduce_from_tensor_model_parallel_region, reduce_scatter_to_sequence_parallel_region),
+        }[self.split]
+        result: Tensor = (by_sequence if self.sequence_parallel else whole)(low, group=self.group)
         return result
 
     @torch.no_grad()
@@ -313,7 +315,9 @@ def add_adapters(chunks: Sequence[GPTModel], adapter_map: AdapterMap, runtime: R
             chunk.output_layer.requires_grad_(True)
         if chunk.pre_process:
             # A recomputed layer has gradients only if its input does.
-            chunk.embedding.register_forward_hook(_require_grad)
+            chunk.embedding.register_forward_hook(
+                lambda _, __, embedded: embedded.requires_grad_() if torch.is_grad_enabled() else None
+            )
     assert layers.keys() == local.keys(), "every adapted layer of the stage is a module of its chunks"
     return Adapters(layers)
 
@@ -334,14 +338,14 @@ def _adapter_of(local: LocalAdapter, layer: Any, initial: Tensor, scale: float, 
 
 
 def initial_a(adapter_map: AdapterMap, param: LocalParam) -> Tensor:
-    """Return the initial values of a rank's part of A; those of B are zero.
+    """Return a rank's initial values of A; B is zero.
 
     Each tensor has a seed of its own, and is drawn whole: the values do not depend on the layout.
     """
-    result, options, shapes = torch.zeros(param.shape), adapter_map.options, adapter_map.hf_shapes_of_a
+    result, options = torch.zeros(param.shape), adapter_map.options
     for piece in param.pieces:
         generator = torch.Generator().manual_seed(derive_seed(options.seed, piece.hf_name))
-        rows, columns = shapes[piece.hf_name]
+        rows, columns = options.rank, adapter_map.base_shapes[piece.hf_name.replace(".lora_A", "")][1]
         whole = torch.empty(rows, columns)
         if options.initial_a == "kaiming":
             bound = 1 / math.sqrt(columns)
@@ -363,5 +367,25 @@ def _adapt_output(layer: Any, args: tuple[Tensor, ...], output: Any) -> Any:
     return adapter(args[0], output[0], layer.weight, bias), output[1]
 
 
-def _require_grad(_: Any, __: Any, embedded: Tensor) -> Tensor | None:
-    return embedded.requires_grad_() if torch.is_grad_enabled() else None
+def first_expert(model: ModelConfig, runtime: Runtime) -> int:
+    """Return the index of a rank's first expert among all experts of a layer; 0 without experts."""
+    if model.experts is None:
+        return 0
+    layout = runtime.layout
+    return layout.expert_coordinate(runtime.rank).ep * (model.experts.count // layout.ep)
+
+
+def global_naming(chunk: GPTModel, first_expert: int = 0) -> Callable[[str], str]:
+    """Return a function from a chunk's parameter names to those of the weight map.
+
+    A chunk numbers its layers, and the rank's experts, from 0; ``first_expert`` is the number of its first expert.
+    """
+    layers = [f"decoder.layers.{layer.layer_number - 1}" for layer in chunk.decoder.layers]
+
+    def rename(name: str) -> str:
+        if name.startswith("decoder.layers."):
+            _, _, local, rest = name.split(".", 3)
+            name = f"{layers[int(local)]}.{rest}"
+        return _EXPERT.sub(lambda local: str(int(local[0]) + first_expert), canonical_name(name))
+
+    return rename

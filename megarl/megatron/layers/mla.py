@@ -7,7 +7,8 @@ layers and replicates them with Transformer Engine's; this module has the same w
 
 from __future__ import annotations
 
-from dataclasses import dataclass, replace
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -23,40 +24,24 @@ from megatron.core.transformer.spec_utils import ModuleSpec
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.megatron.layers.torch_layers import PackedSequences, RMSNorm, build_linear, rotate
+from megarl.megatron.layers.torch_layers import AttentionParts, PackedSequences, RMSNorm, recomputes_attention, rotate
 from megarl.models import ModelConfig
 from megarl.models.rope import softmax_scale
 
 
-@dataclass
-class LatentAttentionParts:
-    """The layers that differ between Megatron's and Transformer Engine's specifications."""
-
-    column: Any = None
-    row: Any = None
-    core_attention: Any = None
-
-
 def latent_attention_spec(model: ModelConfig, attention: ModuleSpec, column: Any) -> ModuleSpec:
-    """Build the specification of a layer's latent attention.
-
-    Args:
-        column: a column-parallel linear layer without a norm.
-    """
-    parts = LatentAttentionParts(column, attention.submodules.linear_proj, attention.submodules.core_attention)
+    """Build the specification of a layer's latent attention; ``column`` as in :class:`AttentionParts`."""
+    parts = AttentionParts(column, attention.submodules.linear_proj, attention.submodules.core_attention)
     return ModuleSpec(module=LatentAttention, params={"model": model}, submodules=parts)
 
 
 class Projection(nn.Module):
-    """A linear map without bias, replicated on every rank; under sequence parallelism each rank maps its part of the
-    sequence.
-    """
+    """A linear map without bias, replicated on every rank, which under sequence parallelism maps its tokens."""
 
     def __init__(self, config: TransformerConfig, inputs: int, outputs: int) -> None:
         super().__init__()
-        self.weight = nn.Parameter(
-            torch.empty(outputs, inputs, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        device = torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.empty(outputs, inputs, dtype=config.params_dtype, device=device))
         setattr(self.weight, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
 
     def forward(self, inputs: Tensor) -> Tensor:
@@ -65,12 +50,12 @@ class Projection(nn.Module):
 
 
 class LatentAttention(nn.Module):
-    """Attention of one layer. The arguments of the constructor and of ``forward`` are Megatron's, plus ``model``."""
+    """Latent attention of one layer, with Megatron's arguments plus ``model``."""
 
     def __init__(
         self,
         config: TransformerConfig,
-        submodules: LatentAttentionParts,
+        submodules: AttentionParts,
         layer_number: int,
         *,
         model: ModelConfig,
@@ -95,31 +80,19 @@ class LatentAttention(nn.Module):
             pg_collection=groups,
         )
 
-    def _build_projections(self, submodules: LatentAttentionParts, model: ModelConfig) -> None:
+    def _build_projections(self, submodules: AttentionParts, model: ModelConfig) -> None:
         config, latent, hidden, heads = self.config, self.latent, model.hidden_size, model.num_attention_heads
-
-        def linear(kind: Any, inputs: int, outputs: int, **options: Any) -> Any:
-            return build_linear(kind, inputs, outputs, config, self.tp_group, **options)
-
-        column = {"init_method": config.init_method, "gather_output": False, "skip_bias_add": False}
+        linear = partial(submodules.linear, config=config, group=self.tp_group)
         if latent.q_lora_rank:
             self.linear_q_down_proj = Projection(config, hidden, latent.q_lora_rank)
             self.q_layernorm = RMSNorm(config, latent.q_lora_rank, latent.norm_eps)
-            self.linear_q_up_proj = linear(submodules.column, latent.q_lora_rank, heads * self.head_dim, **column)
+            self.linear_q_up_proj = linear(latent.q_lora_rank, heads * self.head_dim)
         else:
-            self.linear_q_proj = linear(submodules.column, hidden, heads * self.head_dim, **column)
+            self.linear_q_proj = linear(hidden, heads * self.head_dim)
         self.linear_kv_down_proj = Projection(config, hidden, latent.kv_lora_rank + latent.rope_dim)
         self.kv_layernorm = RMSNorm(config, latent.kv_lora_rank, latent.norm_eps)
-        unpacked = heads * (latent.nope_dim + latent.v_dim)
-        self.linear_kv_up_proj = linear(submodules.column, latent.kv_lora_rank, unpacked, **column)
-        self.linear_proj = linear(
-            submodules.row,
-            heads * latent.v_dim,
-            hidden,
-            init_method=config.output_layer_init_method,
-            input_is_parallel=True,
-            skip_bias_add=True,
-        )
+        self.linear_kv_up_proj = linear(latent.kv_lora_rank, heads * (latent.nope_dim + latent.v_dim))
+        self.linear_proj = linear(heads * latent.v_dim, hidden, row=True)
 
     def forward(
         self, hidden: Tensor, attention_mask: Tensor | None, *, packed_seq_params: PackedSequences, **_: Any
@@ -140,8 +113,7 @@ class LatentAttention(nn.Module):
             )
             return attended
 
-        recompute = self.config.recompute_granularity == "selective" and "core_attn" in self.config.recompute_modules
-        if recompute and self.training:
+        if recomputes_attention(self, self.config):
             attended = tensor_parallel.checkpoint(attend, False, query, key, value)
         else:
             attended = attend(query, key, value)

@@ -24,7 +24,7 @@ from megarl.megatron.layers.lora import LowRankAdapter
 from megarl.megatron.layers.routing import RouterState
 from megarl.megatron.runtime.versions import submodules_of
 from megarl.models import ModelConfig, ParallelLayout
-from megarl.models.expert_choice import choose_experts, score_experts, weigh_experts
+from megarl.models.functional import choose_experts, score_experts, weigh_experts
 from megarl.models.model_config import Experts
 
 
@@ -32,10 +32,7 @@ def expert_settings(model: ModelConfig, layout: ParallelLayout, *, grouped: bool
     """Return the fields of ``TransformerConfig`` for experts; empty for a dense model.
 
     With experts, activations are always split by sequence over tensor-parallel ranks: Megatron would otherwise send
-    every token to its experts once per rank.
-
-    Args:
-        grouped: compute all experts of a rank in one kernel of Transformer Engine.
+    every token to its experts once per rank. ``grouped``: one kernel of Transformer Engine computes a rank's experts.
     """
     experts = model.experts
     if experts is None:
@@ -80,12 +77,12 @@ def expert_layer_spec(experts: Experts, *, fused: bool, grouped: bool) -> Module
 
 
 def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
-    """Mark expert weights whose replicas are on other ranks than those of a dense weight.
+    """Mark expert weights whose replicas are on other ranks than a dense weight's; before the chunk is wrapped.
 
     Megatron sets the mark only if experts are divided, not if expert and dense layers have different tensor-parallel
-    sizes. Without it Megatron would sum gradients over the wrong ranks. Biases of experts are marked like their
-    weights: Megatron would sum their gradients over tensor-parallel ranks, which have other tokens or experts, and
-    count them in the gradient norm on the first of these ranks only. Call this before the chunk is wrapped.
+    sizes: it would sum gradients over the wrong ranks. Biases are marked like weights: Megatron would sum their
+    gradients over tensor-parallel ranks, which have other tokens or experts, and count them in the gradient norm on
+    the first of these ranks only.
     """
     for name, param in module.named_parameters():
         if ".mlp.experts." not in name:
@@ -98,10 +95,10 @@ def mark_experts(module: nn.Module, layout: ParallelLayout) -> None:
 
 
 def drop_autograd_graphs(module: nn.Module) -> None:
-    """Drop the last micro-batch's autograd graph, which Megatron's dispatchers keep.
+    """Drop the last micro-batch's autograd graph, which Megatron's dispatchers keep, after the backward pass.
 
-    The graph refers to the model through memory of torch that Python's garbage collector cannot see. With it the model,
-    its process groups and their threads would never be freed. Call this after the backward pass.
+    The graph refers to the model through torch's memory, which Python's garbage collector cannot see: the model, its
+    process groups and their threads would never be freed.
     """
     for layer in module.modules():
         dispatcher = getattr(layer, "token_dispatcher", None)
@@ -126,9 +123,8 @@ class ExpertRouter(nn.Module):
     """Selects the experts of each token, in place of Megatron's router and with its arguments.
 
     Attributes:
-        weight: ``[experts, hidden]``, on every rank.
-        bias: ``[experts]``, likewise; None without one.
-        expert_bias: ``[experts]`` float32 if the family has a correction bias; never trained.
+        weight: ``[experts, hidden]``, on every rank, like the biases.
+        expert_bias: the correction bias, ``[experts]`` float32; never trained.
         state: loads, losses and routes of the current pass; None outside of an engine.
     """
 
@@ -142,12 +138,9 @@ class ExpertRouter(nn.Module):
         self.lora: LowRankAdapter | None = None
         self.state: RouterState | None = None
         device = torch.cuda.current_device()
-        self.weight = nn.Parameter(
-            torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype, device=device)
-        )
-        self.bias: nn.Parameter | None = None
-        if experts.biases:
-            self.bias = nn.Parameter(torch.zeros(experts.count, dtype=config.params_dtype, device=device))
+        weight = torch.empty(experts.count, config.hidden_size, dtype=config.params_dtype, device=device)
+        self.weight = nn.Parameter(weight)
+        self.bias = nn.Parameter(torch.zeros_like(weight[:, 0])) if experts.biases else None
         for param in self.parameters():
             setattr(param, "sequence_parallel", config.sequence_parallel)  # noqa: B010  (Megatron's mark)
         self.expert_bias: nn.Parameter | None = None
@@ -159,14 +152,10 @@ class ExpertRouter(nn.Module):
         self.layer_number = layer_number
 
     def forward(self, hidden: Tensor, padding_mask: Tensor | None = None, *_: Any) -> tuple[Tensor, Tensor]:
-        """Compute the routing that Megatron dispatches by.
-
-        Args:
-            hidden: ``[tokens, 1, hidden]``.
+        """Compute the routing that Megatron dispatches by, from ``hidden [tokens, 1, hidden]``.
 
         Returns:
-            Weights ``[tokens, experts]`` float32, 0 for experts that were not selected, and a bool mask of the selected
-            ones.
+            Weights ``[tokens, experts]`` float32, 0 for experts that were not selected, and a mask of the others.
         """
         inputs = hidden.flatten(0, -2).float()
         logits = F.linear(inputs, self.weight.float(), None if self.bias is None else self.bias.float())

@@ -30,20 +30,18 @@ POOLED = "pooled"
 
 @dataclass(frozen=True)
 class PolicyOutputs:
-    """Outputs of a language model for the response tokens of a micro-batch, row after row.
+    """Outputs of a language model for a micro-batch, ``[response tokens]`` row after row; None if not requested.
 
     Attributes:
-        log_probs: ``[response tokens]`` float32, at the requested temperature.
-        entropy: entropy of each token's distribution, in nats, ``[response tokens]``; None if not requested.
-        is_argmax: whether no other token has a higher probability, ``[response tokens]`` bool.
-        ref_kl: exact KL to the reference's distribution, in nats, ``[response tokens]``; None if not requested.
-        routes: experts of each token of each row, prompt and response, ``[tokens, expert layers, per token]`` int16;
-            None if not requested.
-        teacher_ids_log_probs: log-probs of the teacher's tokens, ``[response tokens, k]``; None if not requested.
-        top: the most probable tokens, ``[response tokens, k]``; None if not requested.
-        sum_pi_squared: sum of the squared probabilities of each token's distribution, ``[response tokens]``, without
-            gradients; None if not requested.
-        teacher_kl: exact KL to the teacher's distribution, in nats, ``[response tokens]``; None if not requested.
+        log_probs: float32, at the requested temperature.
+        entropy: entropy of each token's distribution, in nats.
+        is_argmax: whether no other token has a higher probability, bool.
+        ref_kl: exact KL to the reference's distribution, in nats.
+        routes: each row's experts, prompt and response, ``[tokens, expert layers, per token]`` int16.
+        teacher_ids_log_probs: log-probs of the teacher's tokens, ``[response tokens, k]``.
+        top: the most probable tokens, ``[response tokens, k]``.
+        sum_pi_squared: sum of the squared probabilities of each token's distribution, without gradients.
+        teacher_kl: exact KL to the teacher's distribution, in nats.
     """
 
     log_probs: Tensor
@@ -59,11 +57,7 @@ class PolicyOutputs:
 
 @dataclass(frozen=True)
 class ValueOutputs:
-    """Outputs of a critic for a micro-batch.
-
-    Attributes:
-        values: values of the state before each response token, ``[response tokens]`` float32, row after row.
-    """
+    """A critic's values of the state before each response token, ``[response tokens]`` float32, row after row."""
 
     values: Tensor
 
@@ -75,17 +69,16 @@ class OutputOptions(NamedTuple):
     """Requested outputs of a language model; a critic has no options.
 
     Attributes:
-        ref_head: the reference's output layer, to compute the exact KL to it. The micro-batches must then have a column
+        ref_head: the reference's output layer, for the exact KL to it; the micro-batches need a column
             :data:`~megarl.megatron.layers.logprobs.REF_HIDDEN`. Used on the last stage.
-        record_routes: also return the experts of every token; by a pass without gradients.
-        at_teacher_ids: also compute the log-probs of the tokens in the column
+        record_routes: return the experts of every token; by a pass without gradients.
+        at_teacher_ids: compute the log-probs of the tokens in the column
             :data:`~megarl.megatron.layers.logprobs.TEACHER_IDS`.
-        top: also find as many most probable tokens per position, without gradients; 0 = none.
-        vocab_size: all distributions are over the tokens with smaller ids, as for a teacher whose output layer has more
-            tokens than the student's; None = the model's vocabulary.
-        teacher_heads: the teachers' output layers, to compute the exact KL of each token to its teacher, like
-            ``ref_head`` and without it; by the column :data:`~megarl.megatron.layers.logprobs.TEACHER_HIDDEN`, and with
-            several teachers :data:`~megarl.megatron.layers.logprobs.TEACHER_NUMBER`.
+        top: number of most probable tokens to find per position, without gradients.
+        vocab_size: all distributions are over smaller token ids, as for a teacher whose output layer has more tokens
+            than the student's; None = the model's vocabulary.
+        teacher_heads: the teachers' output layers, for each token's exact KL to its teacher, in place of ``ref_head``;
+            by the columns ``TEACHER_HIDDEN`` and, with several teachers, ``TEACHER_NUMBER``.
     """
 
     temperature: float = 1.0
@@ -102,11 +95,6 @@ class OutputOptions(NamedTuple):
 DEFAULT_OUTPUTS = OutputOptions()
 
 
-def value_outputs(output: Tensor, part: MicroBatchPart, runtime: Runtime) -> ValueOutputs:
-    """Gather the values of the whole micro-batch from this rank's part; communicates."""
-    return ValueOutputs(gather_outputs(output, part, runtime.cp_group))
-
-
 def policy_outputs(
     logits: Tensor,
     part: MicroBatchPart,
@@ -115,7 +103,7 @@ def policy_outputs(
     vocab_size: int,
     runtime: Runtime,
 ) -> PolicyOutputs:
-    """Compute the outputs of the whole micro-batch from this rank's logits; communicates.
+    """Compute a micro-batch's outputs from this rank's logits; communicates.
 
     Args:
         logits: ``[this rank's response tokens, padded vocabulary / tensor-parallel size]``.
@@ -157,7 +145,7 @@ def policy_outputs(
 
 
 def _reference(part: MicroBatchPart, micro_batch: PackedMicroBatch, options: OutputOptions) -> ReferenceHead | None:
-    """Return the distributions of the exact KL for this rank's tokens: those of the reference or of the teachers."""
+    """The reference's or the teachers' distributions for this rank's tokens."""
 
     def local(column: str) -> Tensor:
         return micro_batch.columns[column][part.local_indices]
@@ -173,7 +161,7 @@ def _reference(part: MicroBatchPart, micro_batch: PackedMicroBatch, options: Out
 def mean_of_rows(
     hidden: Tensor, part: MicroBatchPart, micro_batch: PackedMicroBatch, group: dist.ProcessGroup
 ) -> Tensor:
-    """Average the hidden states of tokens marked by :data:`POOLED`, row by row, in float32; communicates.
+    """Average the hidden states of tokens marked by :data:`POOLED`, row by row; communicates.
 
     Args:
         hidden: ``[this rank's response tokens, hidden]``.

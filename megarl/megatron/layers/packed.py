@@ -1,8 +1,8 @@
 """Packed micro-batches: sequences laid end to end, with the positions of the response tokens.
 
-Every response token is predicted at the position before it; its representation is at its position. A micro-batch knows
-those positions, so that outputs come back as one flat tensor over response tokens, row after row, and split by
-``response_lengths``. For models that score whole sequences, each row has one output, at its last token.
+A response token is predicted at the position before it; its representation is at its position. A micro-batch knows
+these positions: outputs come back as one flat tensor over response tokens, row after row, and split by
+``response_lengths``. For models that score sequences, each row has one output, at its last token.
 """
 
 from __future__ import annotations
@@ -28,10 +28,7 @@ def copy_to(tensor: Tensor, device: torch.device) -> Tensor:
 
 
 def begin_copy_to_host(tensor: Tensor) -> Tensor:
-    """Start the copy of a GPU's tensor to pinned memory, without waiting; a tensor of the host is returned itself.
-
-    The copy is complete when the current stream is synchronized.
-    """
+    """Start the copy of a GPU tensor to pinned memory, complete once the stream is synchronized; no-op on a CPU."""
     if tensor.device.type != "cuda":
         return tensor
     host = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=True)
@@ -43,7 +40,7 @@ class SharedPrompts:
     """Mapping between stored tokens and whole sequences, if a prompt of several sequences is stored once.
 
     Attributes:
-        spread: ``[tokens of whole sequences]`` int64, index among the stored tokens of each token of each sequence.
+        spread: ``[tokens of whole sequences]`` int64, index of each among the stored tokens.
         kept: ``[stored tokens]`` int64, index of each among the whole sequences (one of them if shared).
     """
 
@@ -60,23 +57,20 @@ class PackedMicroBatch:
     """Some rows of a batch without padding.
 
     Sequences are stored in order of length, so that sequences of equal length are neighbours (the CPU's attention
-    computes each such run in one call). ``response_lengths``, outputs and ``columns`` are in the order of the rows
-    passed in.
+    computes each such run in one call). ``response_lengths``, outputs and ``columns`` are in row order.
 
     Attributes:
-        tokens: ``[tokens]`` int64, all sequences, prompt and response; a shared prompt once.
+        tokens: ``[tokens]`` int64, prompts and responses; a shared prompt once.
         lengths: tokens of each whole sequence, in stored order.
         read_at: ``[response tokens]`` int64, index in ``tokens`` of each response token's output: of the token before
-            it, which predicts it, or of the token itself. For rows with one output ``[rows]``, the index of their last
-            tokens.
+            it, which predicts it, or of the token itself. For rows with one output ``[rows]``, of the last tokens.
         targets: ``[response tokens]`` int64, the response tokens; for rows with one output ``[rows]``, the last tokens.
         response_lengths: response tokens of each row; 1 for rows with one output.
         row_lengths: ``[rows]`` int64, the same numbers as a tensor on the device of the others.
         columns: further inputs of the loss: ``[response tokens, ...]`` tensors by name.
         shared: mapping between ``tokens`` and whole sequences; None if ``tokens`` has whole sequences end to end.
         order: row of each whole sequence, in stored order.
-        routes: ``[tokens, expert layers, experts per token]``, experts that the model must use, in host memory; None =
-            the routers select them.
+        routes: ``[tokens, expert layers, experts per token]`` in host memory, to replay; None = the routers choose.
     """
 
     tokens: Tensor
@@ -105,13 +99,11 @@ class PackedMicroBatch:
 
         Args:
             rows: prompt and response token ids of each row, 1-D; a response may be empty, a prompt may not.
-            columns: tensors over the response tokens of all rows, one row after the other.
-            share_prompts: store a prompt of several rows once. Each of its tokens has the same hidden states in all of
-                them; only attention distinguishes the rows.
+            columns: tensors over the response tokens, one row after the other.
+            share_prompts: store a prompt of several rows once: only attention distinguishes the rows.
             at_tokens: read outputs at the response tokens instead of one position before them.
             at_end: one output per row, at its last token, in place of those of the response tokens.
-            routes: experts of each token of each row, prompt and response, ``[tokens, expert layers, experts per
-                token]``.
+            routes: each row's experts, prompt and response, ``[tokens, expert layers, experts per token]``.
 
         Raises:
             DataError: there is no row, a prompt is empty, or a column's length differs from the number of outputs.
@@ -124,15 +116,18 @@ class PackedMicroBatch:
             text = f"row {prompt_lengths.index(0)} of a micro-batch has no prompt token to predict from"
             raise DataError(text, code="batch.empty-prompt")
         store = _Store.of([prompt for prompt, _ in rows], response_lengths, share_prompts)
-        read_at = store.ends() if at_end else store.responses_themselves() if at_tokens else store.predictors()
+        at_responses = ranges(store.response_at, store.responses) if at_tokens else store.predictors()
+        read_at = store.ends() if at_end else at_responses
         for name, column in (columns or {}).items():
             if len(column) != len(read_at):
                 text = f"column '{name}' has {len(column)} entries for {len(read_at)} response tokens"
                 raise DataError(text, code="batch.column-length")
-        tokens = store.stored([prompt for prompt, _ in rows], [response for _, response in rows]).to(torch.int64)
+        tokens = store.stored(rows).to(torch.int64)
+        stored_routes = None
         if routes is not None:
-            halves = [each.tensor_split([length]) for each, length in zip(routes, prompt_lengths, strict=True)]
-            stored_routes = store.stored([half[0] for half in halves], [half[1] for half in halves])
+            stored_routes = store.stored(
+                [each.tensor_split([n]) for each, n in zip(routes, prompt_lengths, strict=True)]
+            )
         outputs = (1,) * len(rows) if at_end else response_lengths
         return cls(
             tokens=tokens,
@@ -144,7 +139,7 @@ class PackedMicroBatch:
             columns=dict(columns or {}),
             shared=store.shared() if len(store.families) < len(rows) else None,
             order=tuple(store.order),
-            routes=None if routes is None else stored_routes,
+            routes=stored_routes,
         )
 
     @property
@@ -190,8 +185,8 @@ class _Store:
     Attributes:
         order: rows by the length of their sequence, the order of whole sequences.
         families: rows with one prompt, in the order of their first.
-        prompt_at: index of the first prompt token of each row.
-        response_at: index of its first response token.
+        prompt_at: index of each row's first prompt token.
+        response_at: index of each row's first response token.
     """
 
     prompts: Sequence[int]
@@ -218,10 +213,10 @@ class _Store:
                 offset += responses[row]
         return cls(lengths, responses, order, list(families.values()), prompt_at, response_at)
 
-    def stored(self, prompts: Sequence[Tensor], responses: Sequence[Tensor]) -> Tensor:
-        """Concatenate values of the tokens of each row's prompt and response in the order of storage."""
+    def stored(self, halves: Sequence[Sequence[Tensor]]) -> Tensor:
+        """Concatenate values of each row's prompt and response tokens in the order of storage."""
         return torch.cat(
-            [part for rows in self.families for part in (prompts[rows[0]], *(responses[row] for row in rows))]
+            [part for rows in self.families for part in (halves[rows[0]][0], *(halves[r][1] for r in rows))]
         )
 
     def length(self, row: int) -> int:
@@ -241,10 +236,6 @@ class _Store:
             starts += [prompt_at + prompt - 1, response_at]
             lengths += [first, response - first]
         return ranges(starts, lengths)
-
-    def responses_themselves(self) -> Tensor:
-        """Index of each response token, row after row."""
-        return ranges(self.response_at, self.responses)
 
     def ends(self) -> Tensor:
         """Index of the last token of each row."""

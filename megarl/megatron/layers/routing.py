@@ -9,22 +9,22 @@ from __future__ import annotations
 from collections import deque
 from collections.abc import Sequence
 from dataclasses import dataclass, field
+from itertools import accumulate
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from megatron.core import parallel_state
-from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.megatron.layers.context_parallel import stored_indices
-from megarl.megatron.layers.packed import PackedMicroBatch, copy_to
+from megarl.megatron.layers.context_parallel import padded_lengths, rank_indices
+from megarl.megatron.layers.packed import PackedMicroBatch, copy_to, ranges
 from megarl.megatron.runtime.process_groups import Runtime
-from megarl.models.expert_choice import score_experts
+from megarl.models.functional import score_experts
 from megarl.models.model_config import Experts
 
 NO_ROUTE = -1
-"""Entry of a route for a token without a recorded one, which the router then selects experts for."""
+"""Entry of a route for a token without a recorded one: the router selects its experts."""
 
 
 @dataclass(frozen=True)
@@ -93,12 +93,6 @@ class BalanceLosses:
     aux_coeff: float
     z_coeff: float
 
-    @classmethod
-    def of(cls, config: TransformerConfig) -> BalanceLosses:
-        """Read the weights from Megatron's configuration."""
-        is_balanced = config.moe_router_load_balancing_type == "seq_aux_loss"
-        return cls(float(config.moe_aux_loss_coeff) if is_balanced else 0.0, config.moe_z_loss_coeff or 0.0)
-
     def __bool__(self) -> bool:
         return self.aux_coeff > 0 or self.z_coeff > 0
 
@@ -108,7 +102,7 @@ class RoutingPass:
     """One run of the schedule over micro-batches.
 
     Attributes:
-        sequences: sequences of the mini-batch, over all data-parallel ranks; for :class:`BalanceLosses`.
+        sequences: sequences of the mini-batch over all data-parallel ranks, and ``tokens``; for :class:`BalanceLosses`.
     """
 
     trains: bool = False
@@ -150,7 +144,7 @@ class RouterState:
         """Return the tokens of the router's current call, and whether it recomputes an earlier one.
 
         A checkpointed layer computes its forward without gradients, and again with gradients when its backward begins.
-        The backward passes of a chunk of layers follow the order of its forward passes.
+        A chunk's backward passes follow the order of its forward passes.
         """
         current, trains = self.shared.current, self.shared.run.trains
         if not trains or current is None:
@@ -226,12 +220,14 @@ class Routing:
     def __init__(self, chunks: Sequence[Any], experts: Experts, num_layers: int, runtime: Runtime) -> None:
         self.experts = experts
         self.runtime = runtime
-        self.balance = BalanceLosses.of(chunks[0].config)
-        self.bias_rate = float(chunks[0].config.moe_router_bias_update_rate)
+        config = chunks[0].config
+        aux_coeff = config.moe_aux_loss_coeff if config.moe_router_load_balancing_type == "seq_aux_loss" else 0.0
+        self.balance = BalanceLosses(float(aux_coeff), config.moe_z_loss_coeff or 0.0)
+        self.bias_rate = float(config.moe_router_bias_update_rate)
         self.run = INFERENCE
         self.current: RoutedTokens | None = None
         self.sharers: dist.ProcessGroup = parallel_state.get_tensor_and_context_parallel_group()
-        self._multiple = chunks[0].config.tensor_model_parallel_size
+        self._multiple = config.tensor_model_parallel_size
         self._routers: list[Any] = []
         numbers = [sum(experts.layers[:layer]) for layer in range(num_layers)]
         for number, chunk in enumerate(chunks):
@@ -253,15 +249,28 @@ class Routing:
         """Copy this rank's tokens of a micro-batch to the device."""
         return RoutedTokens.of(micro_batch, self.runtime, self._multiple)
 
-    def sums(self) -> ExpertSums:
-        """Sum expert loads and losses of the pass over all ranks; communicates."""
+    def sums(self) -> tuple[Tensor, dict[str, float]]:
+        """Sum the pass over all ranks: each expert's tokens, ``[expert layers, experts]``, and metrics. Communicates.
+
+        Metrics per layer and model are the load of the busiest expert, experts without a token, and the losses.
+        """
         layers = sum(self.experts.layers)
         table = torch.zeros(layers, self.experts.count + 2, dtype=torch.float64, device=self.runtime.device)
         for router in self._routers:
             state: RouterState = router.state
             table[state.layer] = torch.cat([state.load, state.losses])
         dist.all_reduce(table)
-        return ExpertSums(table[:, :-2], table[:, -2], table[:, -1])
+        load, aux_loss, z_loss = table[:, :-2], table[:, -2], table[:, -1]
+        busiest, dead = load.amax(-1) / load.mean(-1).clamp(min=1), (load == 0).sum(-1)
+        metrics = {"expert_load/max_over_mean": busiest.max().item(), "expert_load/dead": float(dead.sum())}
+        for layer, (ratio, count) in enumerate(zip(busiest.tolist(), dead.tolist(), strict=True)):
+            metrics[f"expert_load/max_over_mean/layer_{layer}"] = ratio
+            metrics[f"expert_load/dead/layer_{layer}"] = float(count)
+        if self.balance.aux_coeff:
+            metrics["seq_load_balancing_loss"] = aux_loss.mean().item()
+        if self.balance.z_coeff:
+            metrics["z_loss"] = z_loss.mean().item()
+        return load, metrics
 
     @torch.no_grad()
     def update_biases(self, load: Tensor) -> None:
@@ -297,37 +306,13 @@ class Routing:
 
 def local_indices(micro_batch: PackedMicroBatch, runtime: Runtime, multiple: int) -> Tensor:
     """Return the micro-batch index of each token of this rank's routers; -1 for padding."""
-    where = runtime.coordinate
-    indices = stored_indices(micro_batch, runtime.layout.cp, where.cp, multiple)
+    where, ranks, count = runtime.coordinate, runtime.layout.cp, micro_batch.num_tokens
+    if micro_batch.shared is not None:
+        indices = torch.cat([torch.arange(count), torch.full((-count % multiple,), -1)])
+    else:
+        lengths = padded_lengths(micro_batch.lengths, ranks, multiple)
+        padded = torch.full((sum(lengths),), -1)
+        starts = accumulate(lengths[: len(micro_batch.lengths) - 1], initial=0)
+        padded[ranges([*starts], micro_batch.lengths)] = torch.arange(count)
+        indices = padded[rank_indices(lengths, ranks, where.cp)]
     return indices.chunk(multiple)[where.tp % multiple]
-
-
-@dataclass(frozen=True)
-class ExpertSums:
-    """Loads and losses of all layers with experts, over a mini-batch.
-
-    Attributes:
-        load: ``[expert layers, experts]`` float64, tokens sent to each expert.
-        aux_loss: ``[expert layers]`` float64, sequence-wise balance loss, without its weight.
-        z_loss: ``[expert layers]`` float64, without its weight.
-    """
-
-    load: Tensor
-    aux_loss: Tensor
-    z_loss: Tensor
-
-    def metrics(self, balance: BalanceLosses) -> dict[str, float]:
-        """Compute metrics per layer and model: load of the busiest expert, experts without a token, losses."""
-        busiest = self.load.amax(-1) / self.load.mean(-1).clamp(min=1)
-        dead = (self.load == 0).sum(-1)
-        metrics = {"expert_load/max_over_mean": busiest.max().item(), "expert_load/dead": float(dead.sum())}
-        for layer, (ratio, count) in enumerate(zip(busiest.tolist(), dead.tolist(), strict=True)):
-            metrics |= {
-                f"expert_load/max_over_mean/layer_{layer}": ratio,
-                f"expert_load/dead/layer_{layer}": float(count),
-            }
-        if balance.aux_coeff:
-            metrics["seq_load_balancing_loss"] = self.aux_loss.mean().item()
-        if balance.z_coeff:
-            metrics["z_loss"] = self.z_loss.mean().item()
-        return metrics

@@ -19,12 +19,15 @@ from megatron.core.transformer.spec_utils import build_module
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor, nn
 
-from megarl.megatron.layers.context_parallel import attend
-from megarl.megatron.layers.kernels import causal_attention, fits_packed_attention, packed_attention, window_attention
+from megarl.megatron.layers.context_parallel import attend, attend_to_prefix
+from megarl.megatron.layers.kernels import (
+    PackedFlashKernel,
+    fits_packed_attention,
+    flash_sink_attention,
+    packed_attention,
+)
 from megarl.megatron.layers.packed import SharedPrompts
-from megarl.megatron.layers.packed_sinks import PackedFlashKernel, flash_sink_attention
 from megarl.models.delta_rule import ChunkPlan
-from megarl.models.sink_attention import sink_attention
 
 
 @dataclass
@@ -32,7 +35,7 @@ class PackedSequences(PackedSeqParams):
     """Sequence boundaries and rotations of a packed micro-batch; Transformer Engine reads the inherited fields.
 
     Attributes:
-        runs: runs of neighbouring sequences of equal length: (number of sequences, their length), padding included.
+        runs: neighbouring sequences with one length, padding included: (number of sequences, their length).
         rotation: cosine and sine of each token's rotary embedding, see :func:`rotation_table`, for the tokens of this
             rank; None if Megatron rotates, or has rotated.
         window_rotation: the same for layers with sliding-window attention; None = no difference.
@@ -49,18 +52,40 @@ class PackedSequences(PackedSeqParams):
     chunks: ChunkPlan | None = None
 
 
-def build_linear(
-    kind: Any, inputs: int, outputs: int, config: TransformerConfig, tp_group: dist.ProcessGroup, **options: Any
-) -> Any:
-    """Build one of Megatron's linear layers without bias."""
-    return build_module(kind, inputs, outputs, config=config, bias=False, is_expert=False, tp_group=tp_group, **options)
+@dataclass
+class AttentionParts:
+    """The layers of attention that differ between Megatron's and Transformer Engine's specifications.
+
+    ``column`` is a column-parallel linear layer without a norm.
+    """
+
+    column: Any = None
+    row: Any = None
+    core_attention: Any = None
+
+    def linear(
+        self, inputs: int, outputs: int, config: TransformerConfig, group: dist.ProcessGroup, *, row: bool = False
+    ) -> Any:
+        """Build a column- or row-parallel linear layer without bias."""
+        options: dict[str, Any] = {"gather_output": False, "skip_bias_add": False, "init_method": config.init_method}
+        if row:
+            init = config.output_layer_init_method
+            options = {"input_is_parallel": True, "skip_bias_add": True, "init_method": init}
+        kind = self.row if row else self.column
+        return build_module(
+            kind, inputs, outputs, config=config, bias=False, is_expert=False, tp_group=group, **options
+        )
+
+
+def recomputes_attention(module: nn.Module, config: TransformerConfig) -> bool:
+    """Return whether a module computes its attention again in the backward (``recompute_modules=[core_attn]``)."""
+    return module.training and config.recompute_granularity == "selective" and "core_attn" in config.recompute_modules
 
 
 class RMSNorm(nn.Module):
     """Root-mean-square norm over the last dimension (https://arxiv.org/abs/1910.07467), computed in float32.
 
-    Under sequence parallelism each rank norms its part of the sequence; the mark on the weight makes Megatron sum its
-    gradients.
+    Under sequence parallelism each rank norms its part of the sequence; the weight's mark makes Megatron sum gradients.
     """
 
     def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
@@ -78,20 +103,21 @@ class RMSNorm(nn.Module):
         return result
 
 
-class RMSNormOverHeads(nn.Module):
-    """Root-mean-square norm over all heads of a token, which tensor-parallel ranks divide; computed in float32.
+class RMSNormOverQueries(nn.Module):
+    """Root-mean-square norm over all query heads of a token, which tensor-parallel ranks divide; in float32.
 
     Ranks sum the squares of their heads, and in the backward their products with the gradient. Every rank has the whole
     weight and uses the part of its heads: Megatron sums the gradients of the norms on queries and keys over the ranks.
     """
 
-    def __init__(self, config: TransformerConfig, heads: int, hidden_size: int, eps: float) -> None:
+    heads_field = "num_attention_heads"
+
+    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
         super().__init__()
         self.eps = eps
         self.group = get_tensor_model_parallel_group()
-        self.weight = nn.Parameter(
-            torch.ones(heads * hidden_size, dtype=config.params_dtype, device=torch.cuda.current_device())
-        )
+        width, device = getattr(config, self.heads_field) * hidden_size, torch.cuda.current_device()
+        self.weight = nn.Parameter(torch.ones(width, dtype=config.params_dtype, device=device))
 
     def forward(self, inputs: Tensor) -> Tensor:
         """Norm ``inputs [..., heads of this rank, head_dim]``; communicates, in the shape and dtype of the inputs."""
@@ -100,18 +126,10 @@ class RMSNormOverHeads(nn.Module):
         return result
 
 
-class RMSNormOverQueries(RMSNormOverHeads):
-    """Norm over all query heads; the arguments are Megatron's."""
+class RMSNormOverKeys(RMSNormOverQueries):
+    """The same over all key heads."""
 
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(config, config.num_attention_heads, hidden_size, eps)
-
-
-class RMSNormOverKeys(RMSNormOverHeads):
-    """Norm over all key heads; the arguments are Megatron's."""
-
-    def __init__(self, config: TransformerConfig, hidden_size: int, eps: float = 1e-5, **_: Any) -> None:
-        super().__init__(config, config.num_query_groups or config.num_attention_heads, hidden_size, eps)
+    heads_field = "num_query_groups"
 
 
 class NormedResidual(nn.Module):
@@ -140,7 +158,7 @@ class PackedAttention(nn.Module):
 
     Args:
         window: tokens that a token attends to, itself included; None = all earlier ones.
-        sinks: each head has a sink, see :mod:`megarl.models.sink_attention`.
+        sinks: each head has a sink, see :mod:`megarl.models.functional`.
 
     Attributes:
         softmax_offset: ``[heads of this rank]``, the sinks under Megatron's name; None without sinks.
@@ -178,7 +196,7 @@ class PackedAttention(nn.Module):
 
         Args:
             query: ``[tokens, heads, head_dim]``, before rotation.
-            key: ``[tokens, key-value heads, head_dim]``, before rotation.
+            key: ``[tokens, key-value heads, head_dim]``, likewise.
             value: like ``key``; its last dimension may differ.
             attention_mask: ignored; the mask is causal within each sequence, and within the window.
         """
@@ -206,14 +224,8 @@ class PackedAttention(nn.Module):
         outputs = []
         for run, part in zip(runs, parts, strict=True):
             q, k, v = (heads.unflatten(0, run).transpose(1, 2) for heads in part)
-            if self.softmax_offset is not None:
-                assert self.scale is not None
-                attended = sink_attention(q, k, v, self.softmax_offset, self.scale, self.window)
-            elif self.window is not None and self.window < run[1]:
-                attended = window_attention(q, k, v, self.window, self.scale)
-            else:
-                attended = causal_attention(q, k, v, scale=self.scale)
-            outputs.append(attended.transpose(1, 2).flatten(2).flatten(0, 1))
+            attended = attend_to_prefix(q, k, v, self.scale, self.window, self.softmax_offset)
+            outputs.append(attended.flatten(2).flatten(0, 1))
         return outputs[0] if len(outputs) == 1 else torch.cat(outputs)
 
     def _in_one_kernel(self, query: Tensor, key: Tensor, value: Tensor, sequences: PackedSequences) -> Tensor:

@@ -37,9 +37,9 @@ _CUDA_TYPE_NAMES = {
 }
 _installed = False
 
+_thread = threading.local()
 LOGGING_PACKAGES = ("wandb", "tensorboard", "torch.utils.tensorboard")
 """Optional imports of Megatron that megarl does not need."""
-_thread = threading.local()
 
 
 class _NoStream:
@@ -87,13 +87,10 @@ class _ReadCudaAsCpu(TorchFunctionMode):
         if _is_cuda(kwargs.get("device")):
             kwargs = {**kwargs, "device": _CPU}
         for arg in args:  # a loop: this method is part of every torch call
-            if type(arg) in _NAMES_OF_DEVICES and _is_cuda(arg):
+            if type(arg) in (str, torch.device) and _is_cuda(arg):
                 args = tuple(_CPU if _is_cuda(value) else value for value in args)
                 break
         return func(*args, **kwargs)
-
-
-_NAMES_OF_DEVICES = (str, torch.device)
 
 
 def _is_cuda(value: Any) -> bool:
@@ -192,10 +189,10 @@ def gather_uneven(even: Callable[..., Tensor]) -> Callable[..., Tensor]:
         """Concatenate the parts of all ranks; communicates."""
         if output_split_sizes is None or group.size() == 1:
             return even(part, group, output_split_sizes, *more, **options)
-        widest = part.new_zeros(max(output_split_sizes), *part.shape[1:])
-        widest[: len(part)] = part
-        parts = [torch.empty_like(widest) for _ in output_split_sizes]
-        dist.all_gather(parts, widest, group=group)
+        padded = part.new_zeros(max(output_split_sizes), *part.shape[1:])
+        padded[: len(part)] = part
+        parts = [torch.empty_like(padded) for _ in output_split_sizes]
+        dist.all_gather(parts, padded, group=group)
         return torch.cat([whole[:size] for whole, size in zip(parts, output_split_sizes, strict=True)])
 
     return gather

@@ -1,29 +1,34 @@
-"""Process groups of a role: gloo on CPU or NCCL on CUDA, and collective steps of all ranks.
+"""Process groups of a role (gloo on CPU or NCCL on CUDA), collective steps, and waits without a collective.
 
-The only module that chooses backend and device.
+The only module that chooses backend and device. NCCL aborts a rank that waits in a collective beyond the timeout of its
+process group, but files take as long as the storage needs: ranks meet at the rendezvous store first (``StoreBarrier``).
 """
 
 from __future__ import annotations
 
+import functools
 import gc
+import itertools
 import logging
 import os
+import time
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from datetime import timedelta
 from typing import Any, TypeVar, cast
 
 import torch
 import torch.distributed as dist
+from torch.distributed import ProcessGroupGloo, distributed_c10d
+from torch.distributed.distributed_c10d import _get_default_store
 
 from megarl.base.allocators import keep_freed_memory
 from megarl.base.errors import CheckpointError, ConfigError, MegarlError, ResourceError
 from megarl.base.rendezvous import join_rendezvous
 from megarl.megatron.runtime import cuda_on_cpu
-from megarl.megatron.runtime.gloo_device import one_gloo_device
-from megarl.megatron.runtime.store_barrier import StoreBarrier
-from megarl.megatron.runtime.transformer_engine import transformer_engine_error
+from megarl.megatron.runtime.versions import transformer_engine_error
 from megarl.models import ParallelLayout, RankCoordinate
 
 # Warnings of Megatron that appear in every run and need no action. It warns of missing GPU libraries file by file;
@@ -44,7 +49,11 @@ with cuda_on_cpu.lean_import():
 logger = logging.getLogger(__name__)
 
 DEVICES = ("auto", "cpu", "cuda")
-# Names and largest value as in glibc's malloc.h.
+LONGEST_WAIT_S = 24 * 3600.0
+"""A wait ends with an error after a day; a dead rank ends the job earlier."""
+_FIRST_PAUSE_S, _LONGEST_PAUSE_S = 0.001, 0.5
+_torch: Any = distributed_c10d
+_gloo: Any = ProcessGroupGloo  # torch's type stubs lack its options
 _T = TypeVar("_T")
 
 
@@ -79,11 +88,6 @@ class Runtime:
         return self.layout.coordinate(self.rank)
 
     @property
-    def is_first_stage(self) -> bool:
-        """Whether this rank holds the embedding."""
-        return self.coordinate.pp == 0
-
-    @property
     def is_last_stage(self) -> bool:
         """Whether this rank computes outputs and losses."""
         return self.coordinate.pp == self.layout.pp - 1
@@ -103,7 +107,7 @@ def init_runtime(
     """Join the process group of a role and set Megatron's parallel state; once per process.
 
     Args:
-        master_port: free port there; rank 0 listens on it, on this address only.
+        master_port: free port; rank 0 listens on it, on ``master_addr`` only.
         device: ``cpu``, ``cuda`` or ``auto`` (CUDA if available).
         seed: seed of the role; tensor-parallel ranks and stages derive theirs from it like Megatron.
         timeout_s: seconds after which an incomplete collective fails; reading and writing files may take longer.
@@ -214,17 +218,115 @@ def gather_apply_scatter(runtime: Runtime, value: Any, action: Callable[[list[An
     Raises:
         CheckpointError: on every rank, if ``action`` raised.
     """
-    size = runtime.layout.world_size
-    values: list[Any] | None = [None] * size if runtime.rank == 0 else None
+    values: list[Any] | None = [None] * runtime.layout.world_size if runtime.rank == 0 else None
     dist.gather_object(value, values, dst=0)
-    results: list[Any] = [None] * size
-
-    def run() -> None:
-        if values is not None:
-            results[:] = action(values)
-
-    all_ranks_or_raise(runtime, run, doing)
+    results = all_ranks_or_raise(runtime, lambda: None if values is None else list(action(values)), doing)
     received: list[Any] = [None]
-    dist.scatter_object_list(received, results if runtime.rank == 0 else None, src=0)
+    dist.scatter_object_list(received, results, src=0)
     part: _T = received[0]
     return part
+
+
+@dataclass(frozen=True)
+class StoreBarrier:
+    """Lets all ranks of a role wait for each other, or for their turn, without a collective.
+
+    All ranks must make the same calls in the same order.
+    """
+
+    rank: int
+    size: int
+    _numbers: Iterator[int] = field(default_factory=itertools.count)
+
+    def wait_for_all(self) -> None:
+        """Wait until every rank has called this; raises CheckpointError after the longest wait."""
+        key = f"megarl/all/{next(self._numbers)}"
+        if self.size > 1:
+            store = _get_default_store()
+            if store.add(f"{key}/arrived", 1) == self.size:
+                store.set(f"{key}/done", "")
+            _wait_for_key(store, f"{key}/done")
+
+    def turns(self) -> RankTurns:
+        """Create a series of turns, in which rank 0 calls the other ranks one after the other."""
+        return RankTurns(self.rank, f"megarl/turns/{next(self._numbers)}")
+
+
+def _wait_for_key(store: dist.Store, key: str, failed: str = "") -> None:
+    """Wait for a key; raise CheckpointError if the key ``failed`` appears, or nothing does within the longest wait.
+
+    The pauses grow, because the other rank may be writing a large file.
+    """
+    pause, end = _FIRST_PAUSE_S, time.monotonic() + LONGEST_WAIT_S
+    while not store.check([key]):
+        if failed and store.check([failed]):
+            raise CheckpointError(f"rank 0 failed: {store.get(failed).decode()}", code="checkpoint.rank-failed")
+        if time.monotonic() > end:
+            text = f"a rank waited {LONGEST_WAIT_S:.0f} s for the others"
+            raise CheckpointError(text, code="checkpoint.rank-timeout")
+        time.sleep(pause)
+        pause = min(2 * pause, _LONGEST_PAUSE_S)
+
+
+class RankTurns:
+    """Calls of rank 0 to other ranks, which wait for them without a collective; see :meth:`StoreBarrier.turns`."""
+
+    def __init__(self, rank: int, key: str) -> None:
+        self._rank, self._key, self._taken = rank, key, 0
+
+    def call(self, rank: int) -> None:
+        """Rank 0: release a rank from the barrier."""
+        store = _get_default_store()
+        store.set(f"{self._key}/{rank}/{store.add(f'{self._key}/{rank}', 1)}", "")
+
+    def fail(self, reason: str) -> None:
+        """Rank 0: no turns follow; the other ranks raise ``reason``."""
+        _get_default_store().set(f"{self._key}/failed", reason)
+
+    def wait(self) -> None:
+        """Wait until rank 0 releases this rank; raises if rank 0 failed, or did not within the longest wait."""
+        self._taken += 1
+        store, key = _get_default_store(), f"{self._key}/{self._rank}/{self._taken}"
+        _wait_for_key(store, key, f"{self._key}/failed")
+        store.delete_key(key)
+
+
+@contextmanager
+def one_gloo_device() -> Iterator[None]:
+    """Let the gloo groups created in the context share this process's network device.
+
+    By default each group creates its own: a listening socket and a thread that wakes up a hundred times a second.
+    Megatron creates more than fifteen groups per process.
+    """
+    _torch.ProcessGroupGloo = _OnSharedDevice
+    try:
+        yield
+    finally:
+        _torch.ProcessGroupGloo = _gloo
+
+
+class _AnyGloo(type):
+    """torch asks whether a group is an instance of the class that creates them."""
+
+    def __instancecheck__(cls, instance: object) -> bool:
+        return isinstance(instance, ProcessGroupGloo)
+
+
+class _OnSharedDevice(metaclass=_AnyGloo):
+    """Stands for ``ProcessGroupGloo`` while torch creates a group."""
+
+    def __new__(cls, store: Any, rank: int, size: int, timeout: timedelta) -> Any:
+        options = _gloo._Options()
+        options._devices = [_gloo_device(os.environ.get("GLOO_SOCKET_IFNAME"))]
+        options._timeout = timeout
+        return _gloo(store, rank, size, options)
+
+
+@functools.cache
+def _gloo_device(interface: str | None) -> Any:
+    """The device of a network interface, which torch reads from the environment for each group.
+
+    Groups connect when they are created, also with ``TORCH_GLOO_LAZY_INIT=1``: groups that share a device and connect
+    at their first call hang (torch 2.13, all-reduce over Megatron's embedding group).
+    """
+    return _gloo.create_default_device(lazy_init=False)

@@ -1,18 +1,26 @@
-"""Differences between the supported Megatron-Core releases, 0.16 and 0.19; no other module knows of them."""
+"""Differences between Megatron-Core 0.16 and 0.19, and Transformer Engines that cannot be imported."""
 
 from __future__ import annotations
 
 import contextlib
 import dataclasses
 import functools
+import importlib
+import logging
+import sys
 from collections.abc import Mapping
+from types import SimpleNamespace
 from typing import Any
 
 import torch
-from megatron.core.tensor_parallel import random
 from torch import Tensor
 
 from megarl.base.compilers import missing_extension_tools
+from megarl.base.packages import is_installed
+
+logger = logging.getLogger(__name__)
+
+_ENGINE = "transformer_engine"
 
 
 def supported_arguments(config: type, arguments: Mapping[str, Any]) -> dict[str, Any]:
@@ -35,14 +43,6 @@ def submodules_of(spec: Any) -> Any:
     return spec.keywords["submodules"] if isinstance(spec, functools.partial) else spec.submodules
 
 
-class _NoFP8:
-    """Replaces Transformer Engine's state of 8-bit formats if it is not installed."""
-
-    @staticmethod
-    def is_fp8_enabled() -> bool:
-        return False
-
-
 def patch_megatron_gaps() -> None:
     """Patch the functions that recomputing norms (``recompute_modules=[layernorm]``) needs; once per process.
 
@@ -50,9 +50,10 @@ def patch_megatron_gaps() -> None:
     extension that lets two tensors share memory. A copy replaces it on a CPU, where the compilation costs more than it
     saves, and on machines that cannot compile.
     """
+    random: Any = importlib.import_module("megatron.core.tensor_parallel.random")
     if not random.HAVE_TE:
         for name, substitute in (
-            ("FP8GlobalStateManager", _NoFP8),
+            ("FP8GlobalStateManager", SimpleNamespace(is_fp8_enabled=lambda: False)),
             ("fp8_autocast", lambda **_: contextlib.nullcontext()),
             ("activation_recompute_forward", lambda **_: contextlib.nullcontext()),
         ):
@@ -67,3 +68,33 @@ def _fill(emptied: Tensor, recomputed: Tensor) -> None:
     memory = emptied.untyped_storage()
     memory.resize_(recomputed.untyped_storage().size())
     memory.copy_(recomputed.untyped_storage())
+
+
+@functools.cache
+def transformer_engine_error() -> str:
+    """Import Transformer Engine as Megatron does; return the error, empty if it is importable or not installed.
+
+    Call this before the first import of ``megatron.core``, which expects only ``ModuleNotFoundError`` in one place: a
+    wheel for another torch or CUDA raises other errors. Such a package is hidden from later imports in this process,
+    and a warning is logged.
+    """
+    if not is_installed(_ENGINE):
+        return ""
+    try:
+        importlib.import_module(f"{_ENGINE}.pytorch")
+        importlib.import_module(f"{_ENGINE}.pytorch.fp8")
+    except Exception as error:  # ImportError, OSError of a shared library, RuntimeError of its version checks
+        # Later imports, also of parts that loaded, fail with ModuleNotFoundError.
+        for name in [name for name in sys.modules if name.startswith(f"{_ENGINE}.")]:
+            del sys.modules[name]
+        sys.modules[_ENGINE] = None  # type: ignore[assignment]  # Python's mark of a module that cannot be imported
+        text = f"{type(error).__name__}: {error}"
+        logger.warning("Transformer Engine is installed but cannot be imported, torch's layers replace it: %s", text)
+        return text
+    return ""
+
+
+def has_transformer_engine() -> bool:
+    """Return whether Megatron-Core found a Transformer Engine that it can use."""
+    has: bool = importlib.import_module("megatron.core.extensions.transformer_engine").HAVE_TE
+    return has

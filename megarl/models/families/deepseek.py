@@ -1,4 +1,4 @@
-"""DeepSeek-V2 and V3: latent attention, dense first layers, shared experts, group-limited expert choice."""
+"""DeepSeek-V2 and V3: latent attention, shared experts, group-limited expert choice; GLM-4.5 with V3's experts."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Any
 from megarl.base.errors import ModelError
 from megarl.models import declaration as d
 from megarl.models.model_config import Experts, Latent, Traits
-from megarl.models.registry import count, flag, number, refuse_settings, register_family
+from megarl.models.registry import count, flag, number, refuse_settings, register_family, rotary_factor
 
 _LAYER = (
     d.INPUT_NORM,
@@ -16,7 +16,7 @@ _LAYER = (
     d.MLP_NORM,
     d.GATE_UP,
     d.DOWN,
-    *d.experts_of("mlp", gate="gate_proj", up="up_proj", down="down_proj"),
+    *d.experts_of("mlp"),
     *d.shared_experts_of("mlp.shared_experts"),
 )
 
@@ -50,10 +50,7 @@ class DeepseekV2:
 
 @register_family("DeepseekV3ForCausalLM", "DeepseekV3ForSequenceClassification", "DeepseekV3ForTokenClassification")
 class DeepseekV3:
-    """DeepSeek-V3 and R1: a sigmoid router with a correction bias; a group ranks by its two best experts.
-
-    Multi-token prediction layers (``num_nextn_predict_layers``) are not trained (:mod:`megarl.models.multi_token`).
-    """
+    """DeepSeek-V3 and R1: a sigmoid router with a correction bias; a group ranks by its two best experts."""
 
     name = "deepseek_v3"
     layer = (*_LAYER, d.CORRECTION_BIAS)
@@ -62,21 +59,14 @@ class DeepseekV3:
         """Groups always, possibly a single one."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False, scoring_func="sigmoid")
         refuse_settings(raw, topk_method="noaux_tc", moe_layer_freq=1)
-        experts = sigmoid_experts(raw, dense=3, scaling=2.5, groups=8, groups_per_token=4)
+        experts = _sigmoid_experts(raw, dense=3, scaling=2.5, groups=8, groups_per_token=4)
         return Traits(experts=experts, latent=_latent(raw, interleaved=flag(raw, "rope_interleave", True)))
 
 
-def sigmoid_experts(
+def _sigmoid_experts(
     raw: Mapping[str, Any], *, dense: int, scaling: float, groups: int, groups_per_token: int
 ) -> Experts:
-    """Read experts with a sigmoid router and a correction bias; a group ranks by its two best experts.
-
-    Args:
-        dense: default of ``first_k_dense_replace``.
-        scaling: default of ``routed_scaling_factor``.
-        groups: default of ``n_group``.
-        groups_per_token: default of ``topk_group``.
-    """
+    """Experts with a sigmoid router and a correction bias; the arguments are defaults of the fields."""
     return _experts(
         raw,
         dense,
@@ -111,3 +101,39 @@ def _latent(raw: Mapping[str, Any], interleaved: bool) -> Latent:
         v_dim=count(raw, "v_head_dim"),
         interleaved=interleaved,
     )
+
+
+@register_family("Glm4MoeForCausalLM", "Glm4MoeForSequenceClassification")
+class Glm4Moe:
+    """GLM-4.5, 4.5-Air and 4.6: dense first layers, then experts with a sigmoid router and shared experts.
+
+    transformers has no class with a scalar head; megarl writes critics and reward models under the usual name, and
+    reads them.
+    """
+
+    name = "glm4_moe"
+    layer = (
+        d.INPUT_NORM,
+        d.ATTENTION_OUTPUT,
+        d.QKV_WEIGHT,
+        d.QKV_BIAS,
+        d.Q_NORM,
+        d.K_NORM,
+        d.MLP_NORM,
+        d.GATE_UP,
+        d.DOWN,
+        *d.experts_of("mlp"),
+        *d.shared_experts_of("mlp.shared_experts"),
+        d.CORRECTION_BIAS,
+    )
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Biases on q, k, v, and norms on q and k, are options of the config."""
+        refuse_settings(raw, hidden_act="silu")
+        return Traits(
+            qkv_bias=flag(raw, "attention_bias"),
+            qk_norm=flag(raw, "use_qk_norm"),
+            rms_norm_eps=1e-5,
+            rotary_factor=rotary_factor(raw, default=0.5),
+            experts=_sigmoid_experts(raw, dense=1, scaling=1.0, groups=1, groups_per_token=1),
+        )

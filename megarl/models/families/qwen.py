@@ -1,17 +1,39 @@
-"""Qwen2, Qwen2.5 and Qwen3, dense and with experts in the layers selected by the config."""
+"""Qwen2 and Qwen3, dense and with experts; Qwen3-Next and the text models of Qwen3.5, with gated delta nets."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
 from typing import Any
 
+from megarl.base.errors import ModelError
 from megarl.models import declaration as d
-from megarl.models.model_config import Experts, Traits
-from megarl.models.registry import count, entries, flag, refuse_settings, register_family
+from megarl.models.model_config import Experts, LinearAttention, Traits
+from megarl.models.registry import (
+    count,
+    entries,
+    flag,
+    linear_layers,
+    refuse_settings,
+    register_family,
+    require_fields,
+    rotary_factor,
+)
 
 _QWEN2 = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.QKV_BIAS, d.MLP_NORM, d.GATE_UP, d.DOWN)
 _QWEN3 = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.Q_NORM, d.K_NORM, d.MLP_NORM, d.GATE_UP, d.DOWN)
-_EXPERTS = d.experts_of("mlp", gate="gate_proj", up="up_proj", down="down_proj")
+_EXPERTS = d.experts_of("mlp")
+_SHARED_EXPERT = (*d.shared_experts_of("mlp.shared_expert"), d.SHARED_EXPERT_GATE)
+_ATTENTION = (d.ATTENTION_OUTPUT, d.GATED_QKV_WEIGHT, d.Q_NORM, d.K_NORM)
+_BY_HEAD = d.gated_delta_net(
+    {"in_proj_qkvz.weight": ("linear_qkvz", "hidden")},
+    {"in_proj_ba.weight": ("linear_ba", "hidden")},
+    d.Split.SECTIONS_BY_HEAD,
+)
+_BY_KIND = d.gated_delta_net(
+    {"in_proj_qkv.weight": ("linear_qkv", "hidden"), "in_proj_z.weight": ("linear_z", "hidden")},
+    {"in_proj_b.weight": ("linear_b", "hidden"), "in_proj_a.weight": ("linear_a", "hidden")},
+    d.Split.SECTIONS,
+)
 
 
 @register_family("Qwen2ForCausalLM", "Qwen2ForSequenceClassification", "Qwen2ForTokenClassification")
@@ -45,16 +67,12 @@ class Qwen2Moe:
     """Qwen1.5-MoE and Qwen2-57B-A14B: routed experts and a gated shared expert."""
 
     name = "qwen2_moe"
-    layer = (*_QWEN2, *_EXPERTS, *d.shared_experts_of("mlp.shared_expert"), d.SHARED_EXPERT_GATE)
+    layer = (*_QWEN2, *_EXPERTS, *_SHARED_EXPERT)
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Biases on q, k, v; a gated shared expert."""
         refuse_settings(raw, hidden_act="silu", use_sliding_window=False, qkv_bias=True)
-        shared = count(raw, "shared_expert_intermediate_size", 5632)
-        experts = qwen_experts(
-            raw, default_per_token=4, default_ffn=1408, shared_ffn_hidden_size=shared, shared_gate=True
-        )
-        return Traits(qkv_bias=True, experts=experts)
+        return Traits(qkv_bias=True, experts=_experts(raw, 4, 1408, shared=5632))
 
 
 @register_family("Qwen3MoeForCausalLM", "Qwen3MoeForSequenceClassification", "Qwen3MoeForTokenClassification")
@@ -67,26 +85,93 @@ class Qwen3Moe:
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Norms on q and k; no shared expert."""
         refuse_settings(raw, hidden_act="silu", use_sliding_window=False, attention_bias=False)
-        return Traits(qk_norm=True, experts=qwen_experts(raw, default_per_token=8, default_ffn=768))
+        return Traits(qk_norm=True, experts=_experts(raw, 8, 768))
 
 
-def qwen_experts(
-    raw: Mapping[str, Any], default_per_token: int, default_ffn: int, normalize: bool = False, **shared: Any
+@register_family("Qwen3NextForCausalLM", "Qwen3NextForSequenceClassification", "Qwen3NextForTokenClassification")
+class Qwen3Next:
+    """Qwen3-Next-80B-A3B; ``num_experts=0`` or ``mlp_only_layers`` make dense layers."""
+
+    name = "qwen3_next"
+    layer = (d.INPUT_NORM, *_ATTENTION, *_BY_HEAD, d.MLP_NORM, d.GATE_UP, d.DOWN, *_EXPERTS, *_SHARED_EXPERT)
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Projections of gated delta nets grouped by key head."""
+        experts = _experts(raw, 10, 512, normalize=True, shared=512) if raw.get("num_experts") != 0 else None
+        return _hybrid_traits(raw, experts, grouped=True)
+
+
+@register_family("Qwen3_5ForCausalLM", "Qwen3_5TextForSequenceClassification")
+class Qwen35:
+    """The dense text models of Qwen3.5, as separate folders; images are not read."""
+
+    name = "qwen3_5"
+    layer = (d.INPUT_NORM, *_ATTENTION, *_BY_KIND, d.MLP_NORM, d.GATE_UP, d.DOWN)
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Projections of gated delta nets one kind after the other."""
+        return _hybrid_traits(raw, None, grouped=False, text_suffix="Text")
+
+
+@register_family("Qwen3_5MoeForCausalLM", "Qwen3_5MoeForSequenceClassification")
+class Qwen35Moe:
+    """The text models of Qwen3.5 with experts in all layers, as separate folders; images are not read.
+
+    transformers has no class with a scalar head; megarl writes critics and reward models under the usual name, and
+    reads them.
+    """
+
+    name = "qwen3_5_moe"
+    layer = (d.INPUT_NORM, *_ATTENTION, *_BY_KIND, d.MLP_NORM, *_EXPERTS, *_SHARED_EXPERT)
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Weights of a token's experts always sum to 1."""
+        refuse_settings(raw, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
+        return _hybrid_traits(raw, _experts(raw, 8, 512, normalize=True, shared=512), grouped=False)
+
+
+def _experts(
+    raw: Mapping[str, Any], per_token: int, width: int, *, normalize: bool = False, shared: int | None = None
 ) -> Experts:
-    """Read experts with a softmax router in the layers that ``decoder_sparse_step`` and ``mlp_only_layers`` select.
+    """Experts with a softmax router in the layers that ``decoder_sparse_step`` and ``mlp_only_layers`` select.
 
-    Args:
-        default_per_token: default of ``num_experts_per_tok``.
-        default_ffn: default of ``moe_intermediate_size``.
-        normalize: default of ``norm_topk_prob``.
-        **shared: fields of the shared expert.
+    The arguments are the defaults of ``num_experts_per_tok``, ``moe_intermediate_size``, ``norm_topk_prob`` and
+    ``shared_expert_intermediate_size``; None = no shared expert.
     """
     step, dense = count(raw, "decoder_sparse_step", 1), entries(raw, "mlp_only_layers", int)
     return Experts(
         count=count(raw, "num_experts"),
-        per_token=count(raw, "num_experts_per_tok", default_per_token),
-        ffn_hidden_size=count(raw, "moe_intermediate_size", default_ffn),
+        per_token=count(raw, "num_experts_per_tok", per_token),
+        ffn_hidden_size=count(raw, "moe_intermediate_size", width),
         layers=tuple((n + 1) % step == 0 and n not in dense for n in range(count(raw, "num_hidden_layers"))),
         normalize=flag(raw, "norm_topk_prob", normalize),
-        **shared,
+        shared_ffn_hidden_size=0 if shared is None else count(raw, "shared_expert_intermediate_size", shared),
+        shared_gate=shared is not None,
+    )
+
+
+def _hybrid_traits(raw: Mapping[str, Any], experts: Experts | None, *, grouped: bool, text_suffix: str = "") -> Traits:
+    refuse_settings(raw, hidden_act="silu", attention_bias=False)
+    require_fields(raw, "head_dim")
+    keys, values = count(raw, "linear_num_key_heads", 16), count(raw, "linear_num_value_heads", 32)
+    if values % keys:
+        text = f"config.json: linear_num_key_heads={keys} does not divide linear_num_value_heads={values}"
+        raise ModelError(text, code="model.linear-heads")
+    linear = LinearAttention(
+        layers=linear_layers(raw, every=count(raw, "full_attention_interval", 4)),
+        key_heads=keys,
+        value_heads=values,
+        key_dim=count(raw, "linear_key_head_dim", 128),
+        value_dim=count(raw, "linear_value_head_dim", 128),
+        conv_width=count(raw, "linear_conv_kernel_dim", 4, least=2),
+        grouped=grouped,
+    )
+    return Traits(
+        qk_norm=True,
+        zero_centered_norms=True,
+        output_gate=True,
+        rotary_factor=rotary_factor(raw, default=0.25),
+        experts=experts,
+        linear=linear,
+        text_suffix=text_suffix,
     )

@@ -15,9 +15,9 @@ from torch import Tensor
 
 from megarl.base.errors import ConfigError, MegarlError, ModelError, WeightSyncError
 from megarl.models import ModelConfig, WeightMap, read_model_config
-from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.models.end_tokens import eos_in
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.models.verification import ParamRectangle, tensor_checksum
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest, RouteTable
 from megarl.rollout.embedded.kv_cache import KVCache

@@ -16,9 +16,8 @@ from torch import Tensor
 
 from megarl.models import ModelConfig
 from megarl.models.delta_rule import ChunkPlan
+from megarl.models.functional import causal_attention, masked_sink_attention, sink_attention
 from megarl.models.rope import softmax_scale
-from megarl.models.sink_attention import masked_sink_attention, sink_attention
-from megarl.models.torch_attention import dot_product_attention
 from megarl.rollout.embedded.delta_states import DeltaStates, TokenInputs
 
 # Widths are multiples of this many tokens: a change of width moves all tokens.
@@ -162,7 +161,7 @@ class Attention(Protocol):
             queries: ``[tokens, heads, key_dim]``.
             keys: ``[tokens, kv_heads, key_dim]``.
             values: ``[tokens, kv_heads, key_dim]``; None = the first elements of the keys (latent attention).
-            sinks: ``[heads]``, see :mod:`megarl.models.sink_attention`; None without sinks.
+            sinks: ``[heads]``, see :mod:`megarl.models.functional`; None without sinks.
 
         Returns:
             ``[tokens, heads * value_dim]``.
@@ -229,7 +228,7 @@ class PromptAttention:
             window = self._cache.window.size if self._cache.window is not None and has_window else None
             return sink_attention(rows, keys, values, sinks, self._cache.scale, window)
         mask = self._window_mask if has_window else self._mask
-        return dot_product_attention(rows, keys, values, mask=mask, is_causal=mask is None, scale=self._cache.scale)
+        return causal_attention(rows, keys, values, mask=mask, scale=self._cache.scale)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
         assert self._cache.delta is not None and self._chunks is not None
@@ -309,7 +308,7 @@ class StepAttention:
             return masked_sink_attention(queries, keys, values, sinks.view(keys.shape[1], -1), scale, mask)
         if queries.dtype is torch.float32:
             return _plain_attention(queries, keys, values, mask, scale)
-        return dot_product_attention(queries, keys, values, mask=mask, is_causal=False, scale=scale)
+        return causal_attention(queries, keys, values, mask=mask, scale=scale)
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
         assert self._cache.delta is not None

@@ -13,7 +13,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models import ModelConfig, WeightMap
-from megarl.models.expert_choice import choose_experts, score_experts, weigh_experts
+from megarl.models.functional import choose_experts, score_experts, weigh_experts
 from megarl.models.model_config import ClampedGate, Experts
 
 Rotate = Callable[[Tensor], Tensor]

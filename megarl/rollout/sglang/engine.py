@@ -16,8 +16,8 @@ from torch import Tensor
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.packages import require_sglang
 from megarl.models import ModelConfig, WeightMap, read_model_config
-from megarl.models.checksum import ParamRectangle
 from megarl.models.hf_checkpoint import HFReader
+from megarl.models.verification import ParamRectangle
 from megarl.rollout.interface import (
     TAGS,
     Completion,

@@ -22,7 +22,7 @@ from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.ports import GLOO_INTERFACE, interface_of
 from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import ModelConfig
-from megarl.models.checksum import ParamRectangle
+from megarl.models.verification import ParamRectangle
 from megarl.rollout.sglang.backend import CallWatch, ControlResult, RequestLoop, SGLangBackend, watched_result
 from megarl.rollout.sglang.options import LOADER, SGLangOptions
 from megarl.sharding.placement import ProcessLocation

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from unittest import mock
 
-from megarl.megatron.runtime.host_memory import HostBuffer
+from megarl.megatron.runtime.memory import HostBuffer
 from megarl.ops.acceptance.bench import Bench
 from megarl.ops.acceptance.offload import _Case
 from megarl.ops.acceptance.results import StageReport

@@ -99,7 +99,7 @@ def observe(device: str) -> KernelFacts:
 def main(arguments: Sequence[str]) -> None:
     """Observe the kernels in this process and print them as JSON."""
     (device,) = arguments
-    engine = import_module("megarl.megatron.runtime.transformer_engine")  # imports Megatron-Core
+    engine = import_module("megarl.megatron.runtime.versions")  # imports Megatron-Core
     facts = KernelFacts(engine.has_transformer_engine(), engine.transformer_engine_error(), fusion_error(device))
     print(json.dumps(facts))
 

@@ -1,20 +1,28 @@
-"""Causal attention with sinks in torch, in the trainer and in the embedded engine.
+"""Attention, with and without sinks, and expert choice in torch, for the trainer and the embedded engine.
 
 A sink is a trained logit of a head in the denominator of its softmax (https://arxiv.org/abs/2309.17453): a key without
 value that every token attends to. Scores are computed in chunks of queries, in float32, and again in the backward:
-memory grows with the number of tokens, not with its square.
+memory grows with the number of tokens, not with its square. Experts are chosen in float32, as in transformers: a
+rounded score selects other experts.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from typing import Any, NamedTuple
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
+from torch.nn.attention import SDPBackend, sdpa_kernel
+
+from megarl.models.model_config import Experts
 
 _CHUNK_BYTES, _GPU_CHUNK_BYTES = 2**21, 2**28
 """Size of the scores that are computed at a time: on a CPU they fit a cache."""
+GPU_KERNELS = [SDPBackend.FLASH_ATTENTION, SDPBackend.EFFICIENT_ATTENTION, SDPBackend.MATH]
+"""All but cuDNN's, which torch prefers on Hopper: it prepares a plan for each shape, and batches differ in shape."""
 
 
 def sink_attention(
@@ -147,3 +155,69 @@ def _summed_over_heads(left: Tensor, right: Tensor, groups: int) -> Tensor:
     """Products ``left.T @ right`` of each head, summed over the heads of a key-value head."""
     left, right = (part.reshape(len(part), groups, -1, part.shape[-1]) for part in (left, right))
     return left.transpose(-1, -2) @ right
+
+
+def causal_attention(
+    query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor | None = None, scale: float | None = None
+) -> Tensor:
+    """Compute torch's scaled dot-product attention with grouped queries.
+
+    Args:
+        query: ``[sequences, heads, tokens, head_dim]``.
+        key: ``[sequences, key-value heads, earlier tokens, head_dim]``.
+        value: like ``key``; its last dimension may differ.
+        mask: added to the scores, or one of ``torch.nn.attention.bias``; None = causal for as many queries as keys,
+            else every query attends to every key.
+        scale: of the scores; None = ``head_dim ** -0.5``.
+
+    Returns:
+        ``[sequences, heads, tokens, value's last dimension]``.
+    """
+    is_causal = mask is None and query.shape[2] == key.shape[2]
+    if query.shape[1] != key.shape[1] and lacks_grouped_kernel(query, value, mask):
+        key, value = (heads.repeat_interleave(query.shape[1] // heads.shape[1], dim=1) for heads in (key, value))
+    with sdpa_kernel(GPU_KERNELS) if query.is_cuda else nullcontext():
+        return F.scaled_dot_product_attention(
+            query, key, value, attn_mask=mask, is_causal=is_causal, scale=scale, enable_gqa=True
+        )
+
+
+def lacks_grouped_kernel(query: Tensor, value: Tensor, mask: Tensor | None) -> bool:
+    """Return whether torch computes grouped queries on this GPU only with all scores in memory.
+
+    Flash attention has neither single precision nor masks, and one head width of at most 256; the memory-efficient
+    kernel has no grouped queries.
+    """
+    fits_flash = query.shape[-1] == value.shape[-1] <= 256
+    return query.is_cuda and (query.dtype is torch.float32 or type(mask) is Tensor or not fits_flash)
+
+
+def score_experts(logits: Tensor, experts: Experts) -> Tensor:
+    """Compute the score of each expert, ``[tokens, experts]`` float32, from the router's logits."""
+    return logits.softmax(-1) if experts.score == "softmax" else logits.sigmoid()
+
+
+def choose_experts(scores: Tensor, experts: Experts, correction: Tensor | None = None) -> Tensor:
+    """Select the experts of each token: ``[tokens, per token]`` indices.
+
+    Args:
+        scores: ``[tokens, experts]`` float32.
+        correction: ``[experts]``, added to the scores for the selection only.
+    """
+    with torch.no_grad():
+        ranking = scores if correction is None else scores + correction
+        if experts.groups_per_token < experts.groups:
+            grouped = ranking.unflatten(-1, (experts.groups, -1))
+            group_scores = grouped.topk(experts.group_best, dim=-1).values.sum(-1)
+            best = group_scores.topk(experts.groups_per_token, dim=-1).indices
+            excluded = torch.ones(grouped.shape[:-1], dtype=torch.bool, device=scores.device).scatter(1, best, False)
+            ranking = grouped.masked_fill(excluded[..., None], -torch.inf).flatten(1)
+        return ranking.topk(experts.per_token, dim=-1).indices
+
+
+def weigh_experts(scores: Tensor, chosen: Tensor, experts: Experts) -> Tensor:
+    """Compute the weights of the selected experts, ``[tokens, per token]``, differentiable in the scores."""
+    weights = scores.gather(1, chosen)
+    if experts.normalize:
+        weights = weights / (weights.sum(-1, keepdim=True) + 1e-20)
+    return weights * experts.scaling

@@ -1,17 +1,21 @@
-"""Checksums of tensors: two processes compare weights without sending them."""
+"""Verification of weights: checksums, which two processes compare, and coverage of a tensor by slices."""
 
 from __future__ import annotations
 
 import hashlib
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
+import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.base.errors import WeightSyncError
+from megarl.base.errors import MegarlError, WeightSyncError
 
 _PIECE_BYTES = 2**20
+_RECENT = 16
+"""Boxes that are compared one by one: most tensors have few, and an array of few is slower."""
 
 
 def tensor_checksum(tensor: Tensor) -> str:
@@ -36,7 +40,7 @@ _CHUNK = {"cpu": 2**18, "cuda": 2**24}
 
 
 def rectangle_checksum(tensor: Tensor, start: Sequence[int], dtype: torch.dtype | None = None) -> int:
-    """Compute the additive checksum of a rectangle of a tensor; checksums of tiles add up to the tensor's.
+    """Compute a rectangle's additive checksum; checksums of tiles add up to the tensor's.
 
     Every 16-bit word of the rectangle is multiplied by a weight that depends on its position in the larger tensor, and
     the products are summed modulo 2**64. One number per shard then compares two layouts of a tensor and detects wrong
@@ -109,9 +113,8 @@ def _row_weights(shape: Sequence[int], start: Sequence[int], device: torch.devic
     """A weight per row: the product of the weights of its index in each dimension except the last."""
     weights = torch.ones(1, dtype=torch.int64, device=device)
     for axis, (count, first) in enumerate(zip(shape, start, strict=True)):
-        weights = torch.outer(
-            weights, _mixed(torch.arange(first, first + count, device=device), axis + 1) | 1
-        ).flatten()
+        of_axis = _mixed(torch.arange(first, first + count, device=device), axis + 1) | 1
+        weights = torch.outer(weights, of_axis).flatten()
     return weights
 
 
@@ -121,3 +124,50 @@ def _mixed(index: Tensor, axis: int) -> Tensor:
     mixed = (mixed ^ ((mixed >> 30) & 0x3FFFFFFFF)) * _ODD[1]
     mixed = (mixed ^ ((mixed >> 27) & 0x1FFFFFFFFF)) * _ODD[2]
     return mixed ^ ((mixed >> 31) & 0x1FFFFFFFF)
+
+
+class Coverage:
+    """Written elements of one tensor, as boxes that must not overlap.
+
+    Args:
+        error: type of the error that :meth:`add` raises.
+    """
+
+    def __init__(self, name: str, shape: tuple[int, ...], error: type[MegarlError]) -> None:
+        self.name, self.shape = name, shape
+        self.expected = math.prod(shape)
+        self.written = 0
+        self._error = error
+        self._recent: list[tuple[list[int], list[int]]] = []
+        self._earlier = np.empty((0, 2, len(shape)), dtype=np.int64)  # [boxes, start or stop, dimensions]
+
+    def add(self, start: Sequence[int], shape: Sequence[int]) -> None:
+        """Record a slice.
+
+        Raises:
+            MegarlError: of type ``error``; the slice exceeds the tensor or overlaps an earlier slice.
+        """
+        stop = [a + n for a, n in zip(start, shape, strict=False)]
+        fits = len(start) == len(shape) == len(self.shape)
+        if not fits or not all(0 <= a < b <= n for a, b, n in zip(start, stop, self.shape, strict=True)):
+            text = f"'{self.name}': slice {list(shape)} at {list(start)} does not fit shape {list(self.shape)}"
+            raise self._error(text, code="model.slice-outside")
+        if other := self._overlapping(list(start), stop):
+            both = f"slice [{list(start)}, {stop}) overlaps [{other[0]}, {other[1]})"
+            raise self._error(f"'{self.name}': {both}, which is already written", code="model.slice-overlap")
+        self._recent.append((list(start), stop))
+        if len(self._recent) == _RECENT:
+            self._earlier = np.concatenate([self._earlier, np.array(self._recent, dtype=np.int64)])
+            self._recent = []
+        self.written += math.prod(shape)
+
+    def _overlapping(self, start: list[int], stop: list[int]) -> tuple[list[int], list[int]] | None:
+        """Return a box that overlaps ``[start, stop)``."""
+        for box in self._recent:
+            if all(a < d and c < b for a, b, c, d in zip(start, stop, *box, strict=True)):
+                return box
+        if len(self._earlier):
+            disjoint = (self._earlier[:, 0] >= stop) | (self._earlier[:, 1] <= start)
+            for first, last in self._earlier[~disjoint.any(axis=1)].tolist():
+                return first, last
+        return None

@@ -1,17 +1,19 @@
-"""Host memory that receives copies of device memory; page-locked (pinned) for a GPU, for copies at full speed."""
+"""Host memory that receives copies of device memory, page-locked (pinned) for a GPU; and device memory in use."""
 
 from __future__ import annotations
 
 import logging
+import os
 import time
 from collections.abc import Iterator, Sequence
-from typing import NamedTuple
+from importlib import import_module
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 CHUNK_BYTES = 2**28
-"""Size of a piece of pinned memory. Pieces avoid torch's rounding of each allocation to a power of two."""
+"""Size of a pinned chunk. Chunks avoid torch's rounding of each allocation to a power of two."""
 ALIGNMENT = 16
 """Alignment of each copy in bytes, valid for every number format."""
 LOGGED_SECONDS = 1.0
@@ -72,7 +74,7 @@ class HostBuffer:
         return tuple(pieces)
 
     def _pairs(self, offset: int, tensor: Tensor) -> Iterator[tuple[Tensor, Tensor]]:
-        """Pairs of pieces of this buffer and the corresponding pieces of ``tensor``."""
+        """Pieces of this buffer, each with its piece of ``tensor``."""
         start = 0
         for piece in self.pieces(offset, len(tensor)):
             yield piece, tensor[start : start + len(piece)]
@@ -131,3 +133,49 @@ def storage_bytes(storage: torch.UntypedStorage) -> Tensor:
 def aligned(nbytes: int) -> int:
     """Round up to a multiple of :data:`ALIGNMENT`."""
     return -(-nbytes // ALIGNMENT) * ALIGNMENT
+
+
+class DeviceMemory(NamedTuple):
+    """Memory of one device in bytes.
+
+    Attributes:
+        used: by all processes.
+        reserved: by torch's allocator in this process.
+        process: by this process; None if NVML does not tell, as in a container with process numbers of its own.
+    """
+
+    used: int
+    total: int
+    reserved: int
+    process: int | None
+
+    def describe(self) -> str:
+        """Describe the memory in one line, in GiB."""
+        used, total, reserved = (f"{nbytes / 2**30:.1f}" for nbytes in (self.used, self.total, self.reserved))
+        if self.process is None:
+            own = f"torch has {reserved} GiB; the rest of this process is unknown, as NVML does not list it"
+        else:
+            outside = f"{(self.process - self.reserved) / 2**30:.1f}"
+            own = f"torch has {reserved} GiB, CUDA context, NCCL and libraries of this process {outside} GiB"
+        return f"{own}; all processes {used} of {total} GiB"
+
+
+def read_device_memory(device: torch.device) -> DeviceMemory:
+    """Measure a CUDA device with NVML and torch."""
+    free, total = torch.cuda.mem_get_info(device)
+    return DeviceMemory(total - free, total, torch.cuda.memory_reserved(device), _own_bytes(device))
+
+
+def _own_bytes(device: torch.device) -> int | None:
+    """Bytes of this process by NVML; None without it."""
+    try:
+        nvml: Any = import_module("pynvml")
+    except ImportError:
+        return None
+    try:
+        nvml.nvmlInit()
+        uuid = str(torch.cuda.get_device_properties(device).uuid).removeprefix("GPU-")
+        processes = nvml.nvmlDeviceGetComputeRunningProcesses(nvml.nvmlDeviceGetHandleByUUID(f"GPU-{uuid}"))
+    except nvml.NVMLError:  # MIG slices, old drivers
+        return None
+    return next((process.usedGpuMemory for process in processes if process.pid == os.getpid()), None)

@@ -21,8 +21,8 @@ from megarl.config.checks.transformer_field_table import OWNED, REJECTED, SUPPOR
 from megarl.config.checks.transformer_fields import attention_backends, transformer_fields
 from megarl.config.keys import key_at
 from megarl.megatron import MegatronOptions, OutputOptions, RecomputeOptions
-from megarl.megatron.engine import transformer_config
-from megarl.megatron.engine.transformer_config import build_transformer_config
+from megarl.megatron.engine import options as engine_options
+from megarl.megatron.engine.options import build_transformer_config
 from megarl.models import ParallelLayout, read_model_config
 
 MODULES = key_at(MegatronConfig, "recompute_modules").limits.choices
@@ -52,13 +52,13 @@ def test_user_fields_reach_every_rank(pool, tmp_path):
 def test_every_field_that_megarl_sets_is_owned_or_supported(name, fused, tmp_path, monkeypatch):
     """The config room's list of fields, which may not import Megatron, against the fields set here."""
     seen: dict[str, Any] = {}
-    take = transformer_config.supported_arguments
+    take = engine_options.supported_arguments
 
     def note(config, arguments):
         seen.update(arguments)
         return take(config, arguments)
 
-    monkeypatch.setattr(transformer_config, "supported_arguments", note)
+    monkeypatch.setattr(engine_options, "supported_arguments", note)
     save_model(tmp_path, **MODELS[name])
     options = MegatronOptions(sequence_parallel=True, recompute=RecomputeOptions())
     with suppress(ValueError):  # fused kernels are refused where Transformer Engine is not installed
@@ -85,7 +85,7 @@ KERNELS = {
 
 
 def test_fields_of_transformer_engine_reach_its_layers_only(tmp_path, monkeypatch, caplog):
-    assert KERNELS.keys() == transformer_config.FUSED_ONLY < SUPPORTED
+    assert KERNELS.keys() == engine_options.FUSED_ONLY < SUPPORTED
     save_model(tmp_path, "qwen3")
     model, options = read_model_config(tmp_path), MegatronOptions(transformer=KERNELS)
     plain = build_transformer_config(model, ParallelLayout(), MegatronOptions(), fused=False)
