@@ -122,8 +122,7 @@ class TrainingRank:
         import torch
 
         from megarl.sharding.sender import BucketSender, destination_ranks
-        from megarl.sharding.transports import SharedHostBuffer
-        from megarl.sharding.transports.interface import PeerTransports
+        from megarl.sharding.transports.interface import PeerTransports, SharedHostBuffer
 
         torch.set_num_threads(1)
         self.params = WeightMap(config).export_params(TRAIN, rank)
@@ -185,8 +184,8 @@ class Copier:
         """Prepare the plain copy of a byte range of each sender's memory."""
         import torch
 
-        from megarl.sharding.transports.host_memory import SharedMemoryHandle, SharedMemoryTransport
         from megarl.sharding.transports.interface import TransportOptions
+        from megarl.sharding.transports.memory import SharedMemoryHandle, SharedMemoryTransport
 
         transport = SharedMemoryTransport(TransportOptions(torch.device("cpu")))
         handles = {

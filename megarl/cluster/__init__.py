@@ -13,8 +13,7 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.cluster.calls import PendingCall, PerRank, ScatteredCall, wait_all
-    from megarl.cluster.failures import WorkerFailed, WorkerSilent
+    from megarl.cluster.calls import PendingCall, PerRank, ScatteredCall, WorkerFailed, WorkerSilent, wait_all
     from megarl.cluster.partition import seqlen_metrics
     from megarl.cluster.resources import PlacedPool, ResourcePool, check_resources, place_pools
     from megarl.cluster.session import RaySession

@@ -16,8 +16,7 @@ from megarl.base.redaction import remember_secrets
 from megarl.base.user_code import import_user_modules
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import ScorerSpec
-from megarl.rollout.router import Replica
-from megarl.rollout.router_stats import RouterStats
+from megarl.rollout.router import Replica, RouterStats
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 
 if TYPE_CHECKING:

@@ -9,7 +9,7 @@ from typing import Any
 
 import ray
 
-from megarl.cluster.failures import WorkerCall
+from megarl.cluster.calls import WorkerCall
 from megarl.cluster.fork_server import fork_address
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool

@@ -33,8 +33,7 @@ from megarl.base.signals import (
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import GCS, RayWatch, start_local_ray
 from megarl.cluster.ray_internals import log_messages, log_unread_errors, read_authentication
-from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
-from megarl.cluster.reaper import Reaper, end_ray, processes_of, write_last_words
+from megarl.cluster.reaper import ClusterToken, Reaper, delete_stale_tokens, end_ray, processes_of, write_last_words
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megarl.base.errors import ResourceError, WorkerError
-from megarl.cluster.calls import Collect, PendingCall, RankHandle, ScatteredCall, for_rank, gather_results
-from megarl.cluster.failures import WorkerCall, WorkerFailed
+from megarl.cluster.calls import (
+    Collect,
+    PendingCall,
+    RankHandle,
+    ScatteredCall,
+    WorkerCall,
+    WorkerFailed,
+    for_rank,
+    gather_results,
+)
 from megarl.cluster.partition import Partition, partition_groups, partition_rows
 from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool

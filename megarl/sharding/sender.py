@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
 from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
-from megarl.sharding.transports import BUFFERS, Buffer, BufferSlice, MemoryKind, buffer_pool
-from megarl.sharding.transports.interface import PeerTransports
+from megarl.sharding.transports.interface import BUFFERS, Buffer, BufferSlice, MemoryKind, PeerTransports, buffer_pool
 
 ALIGNMENT = 64
 """Alignment in bytes of the messages within a buffer."""

@@ -36,10 +36,10 @@ from megarl.base.processes import (
     wait_for_ends,
 )
 from megarl.base.signals import signals_ignored
-from megarl.cluster import RaySession, ray_token
+from megarl.cluster import RaySession, reaper
 from megarl.cluster import session as session_module
 from megarl.cluster.local_ray import start_local_ray
-from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
+from megarl.cluster.reaper import ClusterToken, delete_stale_tokens
 from megarl.cluster.session import DEFAULT_OBJECT_STORE_BYTES, local_store_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -196,7 +196,7 @@ def test_files_of_a_killed_driver_are_deleted_at_the_next_start(tmp_path, monkey
     """If its reaper was killed as well, nothing else deletes the token and Ray's session folder."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(
-        ray_token, "private_folder", lambda: tmp_path / "tmp"
+        reaper, "private_folder", lambda: tmp_path / "tmp"
     )  # where no other run finds the token as well
     read, write = os.pipe()
     pid = os.fork()

@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 from support.expected_errors import raises
 
-from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent, failures
+from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent, calls
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.models.layout import ParallelLayout
 from megarl.samples.replicas import _lost_ranks
@@ -115,12 +115,12 @@ def test_a_failed_replica_does_not_keep_the_others_from_the_abort(peers, dies):
 
 def test_stopped_process_is_named_and_can_be_replaced(peers, monkeypatch):
     """The limit of a second holds for the stopped process; the other one, on a busy machine, may take longer."""
-    wait = failures.first_ready
+    wait = calls.first_ready
 
     def first_ready(refs, timeout_s, most=1):
         return wait(refs, timeout_s, most) or (wait(refs, 60) if len(refs) > 1 else [])
 
-    monkeypatch.setattr(failures, "first_ready", first_ready)
+    monkeypatch.setattr(calls, "first_ready", first_ready)
     trainer, _ = peers
     actor, pool = trainer(destinations=2), peers[1].pool
     engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {}, ParallelLayout(dp=2), pool)

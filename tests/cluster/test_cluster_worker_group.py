@@ -11,7 +11,7 @@ from support.expected_errors import raises
 
 from megarl.base.errors import ResourceError, WorkerError
 from megarl.base.logs import ProcessLogs
-from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, failures, wait_all, wait_ready
+from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, calls, wait_all, wait_ready
 from megarl.cluster.calls import completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
@@ -247,7 +247,7 @@ def test_killed_process_is_named(sleeper):
 
 
 def test_death_takes_precedence_over_the_errors_that_it_causes(sleeper, monkeypatch):
-    monkeypatch.setattr(failures, "_ECHO_S", 60.0)  # Ray reports a death late on a busy machine
+    monkeypatch.setattr(calls, "_ECHO_S", 60.0)  # Ray reports a death late on a busy machine
     victim = sleeper.pid()[1]
     pending = sleeper.submit("lose_peer", victim)
     time.sleep(0.2)

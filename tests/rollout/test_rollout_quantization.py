@@ -25,7 +25,7 @@ from megarl.sharding import RolloutLayout, build_plan
 from megarl.sharding.quantization import IncomingMatrices
 from megarl.sharding.receiver import ShardWeights
 from megarl.sharding.sender import source_slice
-from megarl.sharding.sglang_shard import SGLangShard
+from megarl.sharding.sglang_loader import SGLangShard
 from megarl.sharding.verification import checksums_by_name, compare_checksums, partial_checksums, weight_rectangles
 
 sys.path.append(str(Path(__file__).parents[1] / "sharding"))

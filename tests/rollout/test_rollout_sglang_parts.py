@@ -46,8 +46,7 @@ from megarl.sharding import sglang_loader as loader
 from megarl.sharding.placement import current_location
 from megarl.sharding.receiver import ReceiverSpec
 from megarl.sharding.sender import BucketSender
-from megarl.sharding.sglang_loader import Reply
-from megarl.sharding.sglang_shard import SGLangShard
+from megarl.sharding.sglang_loader import Reply, SGLangShard
 from megarl.sharding.transports.interface import PeerTransports
 
 LAYOUT = ParallelLayout()

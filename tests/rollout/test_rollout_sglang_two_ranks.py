@@ -32,7 +32,7 @@ from megarl.models.checksum import rectangle_checksum, tensor_checksum
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.interface import EngineLost
-from megarl.rollout.sglang.liveness import SchedulerLiveness
+from megarl.rollout.sglang.backend import SchedulerLiveness
 from megarl.rollout.sglang.options import SGLangOptions, environment
 from megarl.sharding.placement import current_location
 from megarl.sharding.verification import PartialChecksum, checksums_by_name, compare_checksums, weight_rectangles
@@ -115,7 +115,7 @@ def two_nodes(folders):
         port = http if node == 0 else free_port()
         options = SGLangOptions(tensor_parallel_size=2, port=port, server_args=args, api_key=API_KEY)
         job = {"folder": str(folders[0]), "max_model_len": 128, "options": vars(options)}
-        command = [sys.executable, "-m", "megarl.rollout.sglang.serve"]
+        command = [sys.executable, "-m", "megarl.rollout.sglang.http"]
         server = subprocess.Popen(command, env=os.environ | environment(options), stdin=subprocess.PIPE)
         server.stdin.write(json.dumps(job).encode())
         server.stdin.close()
@@ -264,7 +264,7 @@ def test_the_server_answers_requests_with_its_key_only(server, folders):
 def test_the_key_is_on_no_command_line(server):
     """Every user of a machine reads command lines."""
     commands = list(map(command_line, descendants()))
-    assert any("megarl.rollout.sglang.serve" in command for command in commands)
+    assert any("megarl.rollout.sglang.http" in command for command in commands)
     assert not any(API_KEY in word for command in commands for word in command)
 
 

@@ -16,8 +16,8 @@ from support.waits import wait_until
 
 from megarl.base.errors import StallError
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, wait_ready
+from megarl.cluster.agent_runners import replica_processes
 from megarl.cluster.processes import collect_stacks, kill_processes
-from megarl.cluster.replica_processes import replica_processes
 from megarl.config.schema.run import WatchdogConfig
 from megarl.models import ParallelLayout
 from megarl.rewards.calling import FunctionSpec, RewardTask

@@ -22,7 +22,7 @@ from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, pa
 from megarl.ops.acceptance.bench import Bench
 from megarl.ops.acceptance.models import SHAPES, checkpoint_tensors
 from megarl.ops.acceptance.results import Result, Verdict
-from megarl.rollout.embedded.weights import WeightStore
+from megarl.rollout.embedded.engine import WeightStore
 from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan
 from megarl.sharding.placement import ProcessLocation, current_location
 from megarl.sharding.plan import RankPlan, receiver_plans

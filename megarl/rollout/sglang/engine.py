@@ -30,25 +30,30 @@ from megarl.rollout.interface import (
     RolloutError,
     SamplingParams,
     Tag,
+    check_none_running,
+    check_request,
+    check_routes,
+    check_tags,
+    check_token_ids,
 )
 from megarl.rollout.registry import register_engine
-from megarl.rollout.request_checks import check_none_running, check_request, check_routes, check_tags, check_token_ids
 from megarl.rollout.sglang.backend import (
     CLOSE_S,
     WATCH_S,
     CallWatch,
     RequestLoop,
     ResponseContext,
+    SchedulerLiveness,
     SGLangBackend,
+    StoppedProcesses,
     parse_completion,
     request_payload,
 )
-from megarl.rollout.sglang.liveness import SchedulerLiveness, StoppedProcesses
 from megarl.rollout.sglang.model_checks import check_model_runs
 from megarl.rollout.sglang.options import KEY, MODES, SGLangOptions, decodes
 from megarl.rollout.sglang.weights import WeightSession
 from megarl.sharding.receiver import check_version
-from megarl.sharding.sglang_shard import VOCAB_MULTIPLE, SGLangShard
+from megarl.sharding.sglang_loader import VOCAB_MULTIPLE, SGLangShard
 
 ABORT_AGAIN_S = 0.05
 """Seconds between attempts to abort a request, which SGLang may not have received yet."""

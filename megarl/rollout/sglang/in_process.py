@@ -17,8 +17,7 @@ import psutil
 from megarl.base.child_process import environment_variables
 from megarl.base.processes import READ_ERRORS, command_line, descendants, has_ended, wait_for_ends
 from megarl.rollout.interface import RequestRefused, RolloutError
-from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult
-from megarl.rollout.sglang.liveness import stopped_processes
+from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult, stopped_processes
 from megarl.rollout.sglang.options import (
     LOADER,
     RankRendezvous,

@@ -36,8 +36,7 @@ from megarl.sharding.receiver import (
     route_messages,
 )
 from megarl.sharding.sender import Message
-from megarl.sharding.sglang_loader import LOST, Reply, set_socket_options
-from megarl.sharding.sglang_shard import SGLangShard
+from megarl.sharding.sglang_loader import LOST, Reply, SGLangShard, set_socket_options
 
 UNKNOWN_ACTION = "Unsupported"
 """Message of SGLang's weight checker in early versions without checksums."""
