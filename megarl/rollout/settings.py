@@ -12,8 +12,6 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-import torch
-
 from megarl.base.errors import ConfigError
 from megarl.base.formatting import GIB, MIB
 from megarl.config import RolloutConfig
@@ -75,6 +73,8 @@ def engine_options(
         return options
     if pending_bytes is None or options.is_cpu or options.url is not None or FRACTION in sglang.server_args:
         return options
+    import torch  # the planner, which must start in seconds, imports this module
+
     fraction = fraction_beside_training(
         [
             FreeMemory(*torch.cuda.mem_get_info(torch.device(options.device_of(rank))))

@@ -41,7 +41,8 @@ from megarl.models import LocalParam, ModelConfig, WeightMap
 from megarl.models.checksum import ParamRectangle, tensor_checksum
 from megarl.models.declaration import FP8_BLOCK
 from megarl.models.number_formats import FP8_DTYPE, quantize_blocks, scales_shape
-from megarl.sharding.placement import current_location
+from megarl.sharding.placement import ProcessLocation, current_location
+from megarl.sharding.plan import TransferUsage
 from megarl.sharding.quantization import IncomingMatrices, MatrixId
 from megarl.sharding.receiver import NOT_CONNECTED, BucketReceiver, ReceiverSpec, ShardWeights
 from megarl.sharding.sender import Message
@@ -250,17 +251,10 @@ LOST = (OSError, EOFError, AuthenticationError)
 """Errors of a connection whose other end is gone, or is not the expected one."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """A rank's reply to a command.
-
-    Attributes:
-        values: values that JSON can encode.
-        code: its code, see :class:`~megarl.base.errors.MegarlError`.
-    """
+class Reply(NamedTuple):
+    """A rank's reply to a command: values that JSON can encode, or the text and code of an error."""
 
     values: Any = None
-    data: bytes = b""
     error: str = ""
     code: str = ""
 
@@ -278,14 +272,14 @@ def set_socket_options(connection: Connection, send_timeout_s: float = 0.0) -> N
 
 
 class RankLoader:
-    """Receives weight updates into one rank's parameters, and reads the parameters for verification."""
+    """Receives weight updates into one rank's parameters; commands return values that JSON can encode."""
 
     def __init__(self) -> None:
         self._shard: SGLangShard | None = None
         self._weights = ShardWeights({})
         self._receiver: BucketReceiver | None = None
 
-    def attach(self, model: torch.nn.Module, shard: SGLangShard) -> Reply:
+    def attach(self, model: torch.nn.Module, shard: SGLangShard) -> ProcessLocation:
         """Compare the model's parameters with the shard; return the location of this process."""
         self._shard = shard
         views, matrices = self._views(model), None
@@ -293,14 +287,13 @@ class RankLoader:
             quantized = shard.quantized_views(model, views)
             matrices = IncomingMatrices(shard.params(), quantized.codes.__contains__, quantized)
         self._weights = ShardWeights(views, matrices)
-        return Reply(list(current_location(str(_device(model)))))
+        return current_location(str(_device(model)))
 
-    def connect(self, model: torch.nn.Module, spec: ReceiverSpec) -> Reply:
+    def connect(self, model: torch.nn.Module, spec: ReceiverSpec) -> None:
         """Create the receiver of this rank."""
         self._receiver = BucketReceiver.connect(spec, self._weights, _device(model))
-        return Reply()
 
-    def begin(self, model: torch.nn.Module, version: int) -> Reply:
+    def begin(self, model: torch.nn.Module, version: int) -> None:
         """Begin an update."""
         assert self._shard is not None
         self._weights.tensors = views = self._views(model)
@@ -308,52 +301,37 @@ class RankLoader:
             self._weights.matrices.storage = self._shard.quantized_views(model, views)
         self._shard.clear_padding(model)
         self._connected().begin(version)
-        return Reply()
 
-    def open(self, model: torch.nn.Module, session: int, interface: str | None) -> Reply:
+    def open(self, model: torch.nn.Module, session: int, interface: str | None) -> None:
         """Prepare to receive; gloo groups with the training ranks use a network interface, None = this rank's."""
         with environment_variables({} if interface is None else {GLOO_INTERFACE: interface}):
             self._connected().peers.open(session)
-        return Reply()
 
-    def bucket(self, model: torch.nn.Module, index: int, messages: Sequence[Message]) -> Reply:
+    def bucket(self, model: torch.nn.Module, index: int, messages: Sequence[Message]) -> None:
         """Write the rank's messages of a bucket."""
         self._connected().import_bucket(index, messages)
         synchronize(_device(model))  # nothing reads the senders' memory any more
-        return Reply()
 
-    def end(self, model: torch.nn.Module, version: int) -> Reply:
+    def end(self, model: torch.nn.Module, version: int) -> None:
         """End the update if every element was written."""
         self._connected().end(version)
         derive = getattr(model, "post_load_weights", None)
         if derive is not None:
             derive()
-        return Reply()
 
-    def close(self, model: torch.nn.Module, completed: bool) -> Reply:
+    def close(self, model: torch.nn.Module, completed: bool) -> TransferUsage:
         """End receiving; return the resources of this process."""
-        return Reply(list(self._connected().close(completed)))
+        return self._connected().close(completed)
 
-    def checksum(self, model: torch.nn.Module, selected: bool) -> Reply:
-        """Return the digest of each parameter of a selected rank."""
-        if not selected:
-            return Reply()
-        return Reply({name: tensor_checksum(tensor) for name, tensor in self._views(model).items()})
+    def checksum(self, model: torch.nn.Module) -> dict[str, str]:
+        """Return the digest of each parameter."""
+        return {name: tensor_checksum(tensor) for name, tensor in self._views(model).items()}
 
-    def sums(self, model: torch.nn.Module, rectangles: Sequence[ParamRectangle]) -> Reply:
+    def sums(self, model: torch.nn.Module, rectangles: Sequence[ParamRectangle]) -> list[int]:
         """Return checksums of parts of parameters, computed on this rank's device."""
         self._weights.tensors = self._views(model)
         # A sent value converts to float32 and back without a change.
-        sums = [self._weights.rectangle_checksum(r, convert=r.name.endswith(ALWAYS_FLOAT32)) for r in rectangles]
-        return Reply(sums)
-
-    def read(self, model: torch.nn.Module, name: str | None) -> Reply:
-        """Return a parameter of a selected rank; None = another rank is selected."""
-        if name is None:
-            return Reply()
-        tensor = self._views(model)[name].cpu().contiguous()
-        values = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        return Reply(values, tensor.flatten().view(torch.uint8).numpy().tobytes())
+        return [self._weights.rectangle_checksum(r, convert=r.name.endswith(ALWAYS_FLOAT32)) for r in rectangles]
 
     def _views(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Look up the parameters, which SGLang may replace when it loads a folder."""
@@ -380,22 +358,18 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
             set_socket_options(connection)
             connection.send_bytes(json.dumps({"call_id": call["call_id"], "rank": call["rank"]}).encode())
             while True:
-                reply = _run(model, connection.recv_bytes())
-                head = {"values": reply.values, "error": reply.error, "code": reply.code}
-                connection.send_bytes(json.dumps(head).encode())
-                connection.send_bytes(reply.data)
+                connection.send_bytes(json.dumps(_run(model, connection.recv_bytes())).encode())
 
 
 def _run(model: torch.nn.Module, command: bytes) -> Reply:
     try:
         action, arguments = pickle.loads(command)  # noqa: S301 - of this run, over its own socket
         with torch.no_grad():
-            reply: Reply = getattr(_LOADER, action)(model, *arguments)
+            return Reply(getattr(_LOADER, action)(model, *arguments))
     except WeightSyncError as error:
         return Reply(error=error.text, code=error.code)
     except Exception as error:
         return Reply(error=f"{type(error).__name__}: {error}", code="sync.rank-failed")
-    return reply
 
 
 def _device(model: torch.nn.Module) -> torch.device:

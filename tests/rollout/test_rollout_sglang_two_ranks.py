@@ -58,8 +58,6 @@ def assert_generates(engine, reference, version):
 def assert_holds(engine, folder):
     for rank, shard in enumerate(shards_of(folder)):
         assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
-        held = engine.weights(rank)
-        assert set(held) == set(shard) and all(torch.equal(held[name], shard[name]) for name in shard)
     params = rank_params(engine)
     rectangles = [weight_rectangles(shard, torch.float32, ()) for shard in params]
     sums = [checksums_by_name(p, s) for p, s in zip(params, engine.rectangle_checksums(rectangles), strict=True)]
@@ -153,7 +151,7 @@ def test_ranks_receive_messages_over_gloo(server, folders):
     expected = load_file(folders[3] / "model.safetensors")["model.norm.weight"]
     expected[5] += 0.25
     for rank in (0, 1):
-        assert torch.equal(server.weights(rank)["model.norm.weight"], expected)
+        assert server.checksum(rank)["model.norm.weight"] == tensor_checksum(expected)
 
 
 def test_two_ranks_in_process(front_end, tied, reference_for):
@@ -219,7 +217,7 @@ def test_messages_of_one_rank_are_not_enough(server, folders):
     assert server.stale
     sync.close(completed=False)
     update(server, folders[0], 5)
-    assert server.health().ready
+    assert server.weight_version == 5
 
 
 def test_a_waiting_request_is_aborted(front_end, tied):
@@ -337,7 +335,6 @@ def test_a_frozen_rank_is_detected(front_end, tied, monkeypatch, rank):
         facts = ["scheduler", "5 s (rollout.health.timeout_s)", f"stopped: pid {victim.pid}"]
         with raises("sglang.engine-lost", *facts, error=EngineLost):
             poll_for(front_end, 120)
-        assert not front_end.health().ready
         with raises("sglang.engine-lost", *facts, error=EngineLost):
             front_end.submit([request])
     finally:
@@ -403,7 +400,7 @@ def test_a_rank_that_dies_within_a_bucket_is_named(front_end, tied):
     threading.Timer(2.0, victim.kill).start()
     with raises("sglang.engine-lost", "(rank 1, running:", error=EngineLost):
         sync.send([1])
-    assert front_end.stale and not front_end.health().ready
+    assert front_end.stale
     with raises("sglang.engine-lost", "processes ended", error=EngineLost):
         sync.begin(3)
 
@@ -416,7 +413,6 @@ def test_a_dead_server_is_detected(server, owner, folders):
     with pytest.raises(EngineLost):
         while True:
             server.poll(30.0)
-    assert not server.health().ready
     owner._backend._process.wait()
     with raises("sglang.engine-lost", "code -9", error=EngineLost):
         owner.load_hf(str(folders[0]))

@@ -6,7 +6,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -26,7 +26,6 @@ from megarl.rollout.embedded.sampling import Decode, Sampler, StopRules, load_de
 from megarl.rollout.interface import (
     TAGS,
     Completion,
-    EngineHealth,
     EngineOptions,
     FinishReason,
     Request,
@@ -35,8 +34,6 @@ from megarl.rollout.interface import (
     RolloutError,
     Tag,
     check_none_running,
-    check_request,
-    check_routes,
     check_tags,
     check_token_ids,
 )
@@ -176,20 +173,17 @@ class EmbeddedEngine(RolloutEngine):
 
     Raises:
         ConfigError: the engine does not support an option.
-        ModelError: the engine does not support the model (:func:`check_model`), or ``return_routes`` is set for a dense
-            model.
+        ModelError: the engine does not support the model (:func:`check_model`), or see :class:`RolloutEngine`.
     """
 
     def __init__(self, config: ModelConfig, options: EngineOptions | None = None, decode: Decode | None = None) -> None:
         options = options or EngineOptions()
         _check_options(options)
         check_model(config)
-        check_routes(config, options)
-        self.config, self.options = config, options
+        super().__init__(config, options)
         self._decode = decode
         self._device = torch.device(options.device)
         self._prompt_tokens = PROMPT_TOKENS[self._device.type]
-        self._max_length = options.max_model_len or config.max_position_embeddings
         eos = options.eos_token_ids
         self._eos = frozenset(eos_in(config.raw) if eos is None else eos)
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
@@ -199,8 +193,6 @@ class EmbeddedEngine(RolloutEngine):
         self._weights = WeightStore(params, DTYPES[options.dtype], self._device, weight_map.is_float32, rounds)
         self._weights.allocate()
         self._receiver = EmbeddedReceiver(self._weights, self._device, self._check_idle)
-        self._asleep: set[Tag] = set()
-        self._closed = False
         self._cache: KVCache | None = None
         self._batcher: ContinuousBatcher | None = None
         self._running: set[str] = set()
@@ -212,13 +204,9 @@ class EmbeddedEngine(RolloutEngine):
     def weight_version(self) -> int:
         return self._weights.version
 
-    @property
-    def stale(self) -> bool:
-        return self._weights.version < 0
-
     def submit(self, requests: Sequence[Request]) -> None:
         names = self._names_with(requests, self._running)
-        if "kv_cache" in self._asleep:
+        if "kv_cache" in self.asleep:
             raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate", code="engine.asleep")
         for request in requests:
             self._check_request(request)
@@ -273,7 +261,7 @@ class EmbeddedEngine(RolloutEngine):
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         tags = check_tags(tags)
         check_none_running(self._running, "put the engine to sleep")
-        self._asleep |= tags
+        self.asleep |= tags
         self._batcher = None
         if "kv_cache" in tags:
             self._cache = None
@@ -287,24 +275,19 @@ class EmbeddedEngine(RolloutEngine):
         tags = check_tags(tags)
         if self._closed:
             raise RolloutError("the engine was shut down", code="engine.shut-down")
-        self._asleep -= tags
+        self.asleep -= tags
         if "weights" in tags:
             self._weights.allocate()
-
-    def health(self) -> EngineHealth:
-        ready = not (self.stale or self._asleep or self._closed)
-        return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
-
-    def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        _check_rank(rank)
-        return self._weights.tensors
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
         (parts,) = rectangles
         return [[self._weights.rectangle_checksum(part) for part in parts]]
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        _check_rank(rank)
+        if rank:
+            raise WeightSyncError(
+                f"tensor-parallel rank {rank}, expected 0: the embedded engine has one rank", code="engine.rank-range"
+            )
         return {name: tensor_checksum(tensor) for name, tensor in self._weights.tensors.items()}
 
     def fingerprint(self) -> tuple[str, ...]:
@@ -359,7 +342,7 @@ class EmbeddedEngine(RolloutEngine):
         return rest.after(request.prior)
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
+        super()._check_request(request)
         if request.params.stop:
             if self._decode is None:
                 raise RequestRefused(
@@ -396,13 +379,6 @@ def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
 
 def _no_text(ids: Sequence[int]) -> str:
     raise AssertionError("requests with stop strings are refused without a tokenizer")
-
-
-def _check_rank(rank: int) -> None:
-    if rank:
-        raise WeightSyncError(
-            f"tensor-parallel rank {rank}, expected 0: the embedded engine has one rank", code="engine.rank-range"
-        )
 
 
 def _check_options(options: EngineOptions) -> None:

@@ -8,10 +8,8 @@ import os
 import queue
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.packages import require_sglang
@@ -21,7 +19,6 @@ from megarl.models.hf_checkpoint import HFReader
 from megarl.rollout.interface import (
     TAGS,
     Completion,
-    EngineHealth,
     EngineLost,
     EngineOptions,
     Request,
@@ -31,8 +28,6 @@ from megarl.rollout.interface import (
     SamplingParams,
     Tag,
     check_none_running,
-    check_request,
-    check_routes,
     check_tags,
     check_token_ids,
 )
@@ -90,15 +85,11 @@ class SGLangEngine(RolloutEngine):
     def __init__(self, config: ModelConfig, folder: str, options: SGLangOptions) -> None:
         _check_options(options)
         check_model_runs(config, options)
-        self.config, self.options, self._folder = config, options, folder
-        check_routes(config, options)
+        super().__init__(config, options)
         _check_divides(config, options.tensor_parallel_size)
-        self._max_length = options.max_model_len or config.max_position_embeddings
         self._eos = frozenset(options.end_tokens(folder))
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         self._decodes = decodes(folder, options)
-        self._asleep: set[Tag] = set()
-        self._closed = False
         self._running: dict[str, RunningRequest] = {}
         self._lock = threading.Lock()
         # None interrupts a poll.
@@ -122,19 +113,15 @@ class SGLangEngine(RolloutEngine):
         return self._session.version
 
     @property
-    def stale(self) -> bool:
-        return self._session.version < 0
-
-    @property
     def url(self) -> str | None:
         """URL of its server, which other engines can use too; None in process."""
         return getattr(self._backend, "url", None)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._names_with(requests, self._running)
-        if self._asleep:
+        if self.asleep:
             raise RolloutError(
-                f"the engine's '{min(self._asleep)}' is asleep: wake it before submitting requests",
+                f"the engine's '{min(self.asleep)}' is asleep: wake it before submitting requests",
                 code="engine.asleep",
             )
         self._check_alive()
@@ -206,7 +193,7 @@ class SGLangEngine(RolloutEngine):
             )
         check_version(version)
         self._check_idle()
-        if not self._asleep:
+        if not self.asleep:
             self._wait_until_idle()
         self._session.load_folder(path, version)
 
@@ -217,30 +204,22 @@ class SGLangEngine(RolloutEngine):
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """SGLang frees the memory only with its memory saver, which exists on GPUs."""
-        chosen = check_tags(tags) - self._asleep
+        chosen = check_tags(tags) - self.asleep
         check_none_running(self._running, "put the engine to sleep")
         if "weights" in chosen:
             self._session.abandon()
         if chosen and not self._closed:
             self._wait_until_idle()
             self._call_or_raise("release_memory_occupation", tags=_memory_tags(chosen))
-        self._asleep |= chosen
+        self.asleep |= chosen
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
-        chosen = check_tags(tags) & self._asleep
+        chosen = check_tags(tags) & self.asleep
         if self._closed:
             raise RolloutError("the engine was shut down", code="engine.shut-down")
         if chosen:
             self._call_or_raise("resume_memory_occupation", tags=_memory_tags(chosen))
-        self._asleep -= chosen
-
-    def health(self) -> EngineHealth:
-        ready = not (self.stale or self._asleep or self._closed) and self._failure() is None
-        return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
-
-    def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """Each look-up reads SGLang."""
-        return self._session.params(rank)
+        self.asleep -= chosen
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
         """Computed in SGLang's ranks."""
@@ -259,7 +238,7 @@ class SGLangEngine(RolloutEngine):
         if self._closed:
             return
         self._closed = True
-        self._asleep = set(TAGS)
+        self.asleep = set(TAGS)
         self._drop_requests()
         self._session.shutdown()
         self._end_backend()
@@ -304,7 +283,7 @@ class SGLangEngine(RolloutEngine):
 
     def _check_idle(self) -> None:
         """Refuse new weights while requests run or the weights are asleep."""
-        if "weights" in self._asleep:
+        if "weights" in self.asleep:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
         check_none_running(self._running, "update weights", WeightSyncError)
         self._check_alive()
@@ -332,19 +311,16 @@ class SGLangEngine(RolloutEngine):
                 raise RolloutError(f"SGLang is not idle: {outcome.message}", code="sglang.not-idle")
             time.sleep(ABORT_AGAIN_S)
 
-    def _failure(self) -> str | None:
-        return self._backend.failure() or self._liveness.lost
-
     def _check_alive(self) -> None:
         if self._running:
             self._liveness.check()
-        failure = self._failure()
+        failure = self._backend.failure() or self._liveness.lost
         if failure is not None:
             self._running.clear()
             raise EngineLost(f"SGLang does not serve any more: {failure}", code="sglang.engine-lost")
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
+        super()._check_request(request)
         if request.prior is not None and not self.can_continue(request.params):
             raise RequestRefused(
                 f"request '{request.request_id}': SGLang cannot continue a response with stop strings or a "
