@@ -6,8 +6,7 @@ reads its environment at import, is imported by a fork of the server for all wor
 
 Ray starts its Python programs by :mod:`~megarl.cluster.ray_programs`, which asks the server for a fork with the
 arguments, environment and standard streams of a worker. The worker is then Ray's as usual: Ray talks to it by sockets
-and knows its pid. A worker with environment variables of its own starts without the server, since some of them are read
-by imports.
+and knows its pid. A worker with a runtime environment, as under Nsight Systems, starts without the server.
 
 Only for CPU processes on this machine: a fork must not inherit CUDA's state, and other nodes import for themselves.
 """

@@ -51,7 +51,6 @@ class WorkerGroup:
         layout: parallel sizes; gives the number of ranks and the owners of results.
         pool: devices of the processes, shared with other roles. With one device per process, rank ``r`` is on device
             ``r % devices``.
-        env: environment variables of the processes, set before the class is imported.
         budgets: micro-batch budget of each verb that has one, for partition balancing.
         devices_per_process: number of neighbouring devices of each process. The process sees those GPUs only.
         first_devices: first device of each process; None = processes have the devices one after another.
@@ -74,7 +73,6 @@ class WorkerGroup:
         worker_kwargs: Mapping[str, Any],
         layout: ParallelLayout,
         pool: PlacedPool,
-        env: Mapping[str, str] | None = None,
         budgets: Mapping[str, MicroBatchBudget] | None = None,
         devices_per_process: int = 1,
         first_devices: Sequence[int] | None = None,
@@ -105,7 +103,6 @@ class WorkerGroup:
             ray.put(dict(worker_kwargs)),
             layout.world_size,
             pool,
-            dict(env or {}),
             first_devices or [rank * devices_per_process for rank in range(layout.world_size)],
             devices_per_process,
             threads,

@@ -23,7 +23,7 @@ from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from megarl.base.errors import MegarlError, ModelError, WeightSyncError, WorkerLost
+from megarl.base.errors import ConfigError, MegarlError, ModelError, WeightSyncError, WorkerLost
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data.tokenizer_folder import end_token_of
 from megarl.models import read_model_config
@@ -38,6 +38,7 @@ if TYPE_CHECKING:  # the planner, which must start in seconds, imports this pack
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+DTYPES = ("float32", "bfloat16")
 
 POLL_S = 3600.0
 """Seconds that one poll of :meth:`RolloutEngine.generate` waits for a completion."""
@@ -272,10 +273,18 @@ class RolloutEngine(abc.ABC):
         asleep: tags whose memory is free.
 
     Raises:
+        ConfigError: an option is out of range.
         ModelError: ``return_routes`` is set for a dense model, whose tokens have no experts.
     """
 
     def __init__(self, config: ModelConfig, options: EngineOptions) -> None:
+        if options.dtype not in DTYPES:
+            raise ConfigError(
+                f"dtype={options.dtype!r}, expected one of: {', '.join(DTYPES)}", code="engine.option-choice"
+            )
+        for name in ("tensor_parallel_size", "max_num_seqs"):
+            if getattr(options, name) < 1:
+                raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1", code="engine.option-range")
         if options.return_routes and config.experts is None:
             raise ModelError(
                 f"return_routes=True, but {config.architecture} is a dense model, whose tokens have no experts",

@@ -1,6 +1,8 @@
 import gc
 import os
 import signal
+import subprocess
+import sys
 import time
 
 import pytest
@@ -210,12 +212,10 @@ def test_submit_does_not_wait(sleeper, tmp_path):
     assert pending.result(timeout_s=120) == [None, None]
 
 
-def test_worker_class_without_torch_loads_none_and_has_the_variables_of_its_group(pool):
-    own = {"FLAVOUR": "mint"}  # a process with variables of its own is no fork of a server that has imported torch
-    group = WorkerGroup("light", "tests.cluster.light_workers.Sleeper", {}, ParallelLayout(), pool, env=own)
-    assert group.loaded("torch") == group.loaded("megatron") == [False]
-    assert group.variables(["FLAVOUR", "WORLD_SIZE"]) == [{"FLAVOUR": "mint", "WORLD_SIZE": "1"}]
-    group.shutdown()
+def test_a_process_loads_no_torch_before_it_has_its_environment():
+    code = "import sys, megarl.cluster.worker_process; print({'torch', 'megatron'} & sys.modules.keys())"
+    done = subprocess.run([sys.executable, "-c", code], check=True, capture_output=True, text=True)
+    assert done.stdout == "set()\n"
 
 
 def test_exception_ends_the_call_while_a_peer_hangs(summer, logs):

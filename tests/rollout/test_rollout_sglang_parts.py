@@ -400,7 +400,7 @@ def test_decays_that_sglang_holds_in_float32_are_compared():
         rank, part = loader.RankLoader(), ParamRectangle(name, (0,), (3,), (0,), (3,), "bfloat16")
         rank._shard = SimpleNamespace(views=lambda model, name=name: {name: sent.float()})
         if is_compared:
-            assert rank.sums(None, [part]).values == [rectangle_checksum(sent, (0,))]
+            assert rank.sums(None, [part]) == [rectangle_checksum(sent, (0,))]
         else:
             with raises("sync.verify-dtype", name):
                 rank.sums(None, [part])
@@ -470,7 +470,7 @@ class TestLoader:
             (reply,) = channel.exchange([pickle.dumps((action, arguments))], CallWatch(action, 30.0))
             if reply.error:
                 raise WeightSyncError(reply.error, code=reply.code)
-            return reply
+            return reply.values
 
         ask.model, ask.shard = model, shard
         yield ask
@@ -480,7 +480,7 @@ class TestLoader:
 
     def test_a_sync_reaches_the_parameters(self, ask, make_folder):
         folder = make_folder(seed=1)
-        assert ProcessLocation(*ask("attach", ask.shard).values).node == current_location().node
+        assert ProcessLocation(*ask("attach", ask.shard)).node == current_location().node
         weight_map = WeightMap(ask.shard.config)
         (part,) = receiver_plans(build_plan(weight_map, LAYOUT, RolloutLayout(vocab_multiple=64), 9000, 4))
         tensors = dict(load_local(HFReader(folder), weight_map.megatron_params(LAYOUT, 0), torch.float32))
@@ -493,29 +493,25 @@ class TestLoader:
         ask("open", 0, None)
         for index in range(len(whole.buckets)):
             ask("bucket", index, list(sender.export_bucket(index).values()))
-        assert ask("close", True).values == [0]
+        assert ask("close", True) == [0]
         ask("end", 4)
         expected = dict(load_local(HFReader(folder), ask.shard.params(), torch.float32))
-        assert ask("checksum", True).values == {name: tensor_checksum(t) for name, t in expected.items()}
-        assert ask("checksum", False).values is None
+        assert ask("checksum") == {name: tensor_checksum(t) for name, t in expected.items()}
         head = ask.model.held["lm_head.weight"].data
         assert torch.equal(head[:50], expected["lm_head.weight"]) and (head[50:] == 0).all()
         part = ParamRectangle("model.norm.weight", (1,), (2,), (7,), (2,), "float32")
-        assert ask("sums", [part]).values == [rectangle_checksum(expected["model.norm.weight"][1:3], (7,))]
+        assert ask("sums", [part]) == [rectangle_checksum(expected["model.norm.weight"][1:3], (7,))]
         with raises("sync.verify-dtype", "'model.norm.weight'", "float32"):
             ask("sums", [part._replace(dtype="bfloat16")])
-        reply = ask("read", "model.norm.weight")
-        assert reply.values == {"dtype": "float32", "shape": [32]}
-        assert struct.unpack("32f", reply.data) == tuple(expected["model.norm.weight"].tolist())
 
     def test_errors_are_replies(self, ask):
         with raises("sglang.not-attached"):
-            ask("checksum", True)
+            ask("checksum")
         ask("attach", ask.shard)
         with raises("sync.no-receivers"):
             ask("bucket", 0, [])
         with raises("sync.rank-failed", "KeyError: 'unknown'"):
-            ask("read", "unknown")
+            ask("sums", [ParamRectangle("unknown", (1,), (2,), (7,), (2,), "float32")])
 
     def test_groups_with_training_ranks_use_the_interface_of_the_engine(self, ask, monkeypatch):
         monkeypatch.setenv("GLOO_SOCKET_IFNAME", "lo")
@@ -536,19 +532,19 @@ class TestCommandChannel:
         channel.close()
 
     def test_replies_have_the_order_of_the_ranks(self, monkeypatch):
-        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: Reply(value, b"data")))
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: value))
         channel, ranks = channel_to_ranks(3)
         watch = CallWatch("echo", 120.0)
         for turn in range(2):
             replies = channel.exchange([pickle.dumps(("echo", (10 * turn + rank,))) for rank in range(3)], watch)
-            assert replies == [Reply(10 * turn + rank, b"data") for rank in range(3)]
+            assert replies == [Reply(10 * turn + rank) for rank in range(3)]
         channel.close()
         for rank in ranks:
             rank.join(60)
             assert not rank.is_alive()
 
     def test_ranks_of_an_earlier_call_are_not_taken_for_those_of_the_next_one(self, monkeypatch):
-        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: Reply(value)))
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: value))
         channel, (early,) = channel_to_ranks(1)
         invitations = channel.invite(1)
         early.join(60)
@@ -567,7 +563,7 @@ class TestCommandChannel:
         channel.close()
 
     def test_a_client_that_stands_still_or_sends_nonsense_keeps_no_rank_out(self, monkeypatch):
-        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: Reply(value)))
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(echo=lambda model, value: value))
         channel = CommandChannel()
         address, key = tuple(channel.to["address"]), bytes.fromhex(channel.to["key"])
         invitations = channel.invite(1)
@@ -601,7 +597,7 @@ class TestCommandChannel:
 
     def test_a_rank_that_does_not_reply_is_sent_away(self, monkeypatch):
         resumed = threading.Event()
-        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(wait=lambda model: Reply(resumed.wait(30))))
+        monkeypatch.setattr(loader, "_LOADER", SimpleNamespace(wait=lambda model: resumed.wait(30)))
         channel, (rank,) = channel_to_ranks(1)
         with raises("sglang.call-timeout", "'wait'", "0.2 s", error=EngineLost):
             channel.exchange([pickle.dumps(("wait", ()))], CallWatch("wait", 0.2))

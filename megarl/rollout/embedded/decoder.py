@@ -27,44 +27,19 @@ Attend = Callable[[Tensor, Tensor, Tensor | None, Tensor | None], Tensor]
 """Computes attention of one layer; :class:`~megarl.rollout.embedded.kv_cache.Attention` without the layer's number."""
 
 KNOWN_PARAMETERS = frozenset(
-    {
-        "input_layernorm.weight",
-        "self_attention.linear_qkv.weight",
-        "self_attention.linear_qkv.bias",
-        "self_attention.q_layernorm.weight",
-        "self_attention.k_layernorm.weight",
-        "self_attention.kv_layernorm.weight",
-        "self_attention.linear_q_proj.weight",
-        "self_attention.linear_q_down_proj.weight",
-        "self_attention.linear_q_up_proj.weight",
-        "self_attention.linear_kv_down_proj.weight",
-        "self_attention.linear_kv_up_proj.weight",
-        "self_attention.linear_proj.weight",
-        "self_attention.linear_proj.bias",
-        "self_attention.core_attention.softmax_offset",
-        "self_attention.in_proj_qkvz.weight",
-        "self_attention.in_proj_ba.weight",
-        "self_attention.conv1d.weight",
-        "self_attention.dt_bias",
-        "self_attention.A_log",
-        "self_attention.out_norm.weight",
-        "self_attention.out_proj.weight",
-        "self_attn_bda.norm.weight",
-        "pre_mlp_layernorm.weight",
-        "mlp.linear_fc1.weight",
-        "mlp.linear_fc2.weight",
-        "mlp.router.weight",
-        "mlp.router.bias",
-        "mlp.router.expert_bias",
-        "mlp.experts.local_experts.{expert}.linear_fc1.weight",
-        "mlp.experts.local_experts.{expert}.linear_fc2.weight",
-        "mlp.experts.local_experts.{expert}.linear_fc1.bias",
-        "mlp.experts.local_experts.{expert}.linear_fc2.bias",
-        "mlp.shared_experts.linear_fc1.weight",
-        "mlp.shared_experts.linear_fc2.weight",
-        "mlp.shared_experts.gate_weight",
-        "mlp_bda.norm.weight",
-    }
+    prefix + name
+    for prefix, names in {
+        "": "input_layernorm.weight self_attn_bda.norm.weight pre_mlp_layernorm.weight mlp_bda.norm.weight",
+        "self_attention.linear_": "qkv.weight qkv.bias q_proj.weight q_down_proj.weight q_up_proj.weight "
+        "kv_down_proj.weight kv_up_proj.weight proj.weight proj.bias",
+        "self_attention.": "q_layernorm.weight k_layernorm.weight kv_layernorm.weight core_attention.softmax_offset "
+        "in_proj_qkvz.weight in_proj_ba.weight conv1d.weight dt_bias A_log out_norm.weight out_proj.weight",
+        "mlp.linear_": "fc1.weight fc2.weight",
+        "mlp.router.": "weight bias expert_bias",
+        "mlp.experts.local_experts.{expert}.linear_": "fc1.weight fc2.weight fc1.bias fc2.bias",
+        "mlp.shared_experts.": "linear_fc1.weight linear_fc2.weight gate_weight",
+    }.items()
+    for name in names.split()
 )
 """Parameters of a layer that the engine computes with; a custom family may declare others."""
 

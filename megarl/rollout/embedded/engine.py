@@ -154,8 +154,6 @@ class EmbeddedReceiver(ReplicaReceiver):
         return self._receiver
 
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
-
 # Maximum prompt tokens per forward pass; a longer prompt has its own pass. On a CPU a pass of this size keeps a small
 # model's activations in a core's cache. A GPU needs larger ones.
 PROMPT_TOKENS = {"cpu": 1024, "cuda": 16384}
@@ -178,7 +176,12 @@ class EmbeddedEngine(RolloutEngine):
 
     def __init__(self, config: ModelConfig, options: EngineOptions | None = None, decode: Decode | None = None) -> None:
         options = options or EngineOptions()
-        _check_options(options)
+        if options.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={options.tensor_parallel_size}: the embedded engine runs on one device; "
+                "use 1 and as many replicas as there are devices",
+                code="engine.one-device",
+            )
         check_model(config)
         super().__init__(config, options)
         self._decode = decode
@@ -190,7 +193,7 @@ class EmbeddedEngine(RolloutEngine):
         weight_map = WeightMap(config)
         params = weight_map.rollout_params(1, 0)
         rounds = None if options.quantization is None else weight_map.is_linear
-        self._weights = WeightStore(params, DTYPES[options.dtype], self._device, weight_map.is_float32, rounds)
+        self._weights = WeightStore(params, getattr(torch, options.dtype), self._device, weight_map.is_float32, rounds)
         self._weights.allocate()
         self._receiver = EmbeddedReceiver(self._weights, self._device, self._check_idle)
         self._cache: KVCache | None = None
@@ -379,18 +382,3 @@ def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
 
 def _no_text(ids: Sequence[int]) -> str:
     raise AssertionError("requests with stop strings are refused without a tokenizer")
-
-
-def _check_options(options: EngineOptions) -> None:
-    if options.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"tensor_parallel_size={options.tensor_parallel_size}: the embedded engine runs on one device; "
-            "use 1 and as many replicas as there are devices",
-            code="engine.one-device",
-        )
-    if options.dtype not in DTYPES:
-        raise ConfigError(
-            f"dtype={options.dtype!r}, the embedded engine knows: {', '.join(DTYPES)}", code="engine.option-choice"
-        )
-    if options.max_num_seqs < 1:
-        raise ConfigError(f"max_num_seqs={options.max_num_seqs}, expected at least 1", code="engine.option-range")

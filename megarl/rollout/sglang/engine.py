@@ -6,7 +6,6 @@ import asyncio
 import itertools
 import os
 import queue
-import threading
 import time
 from collections.abc import Iterable, Sequence
 from typing import Any
@@ -83,7 +82,10 @@ class SGLangEngine(RolloutEngine):
     """
 
     def __init__(self, config: ModelConfig, folder: str, options: SGLangOptions) -> None:
-        _check_options(options)
+        if options.mode not in MODES:
+            raise ConfigError(
+                f"{KEY}.mode={options.mode!r}, expected one of: {', '.join(MODES)}", code="engine.option-choice"
+            )
         check_model_runs(config, options)
         super().__init__(config, options)
         _check_divides(config, options.tensor_parallel_size)
@@ -91,7 +93,6 @@ class SGLangEngine(RolloutEngine):
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         self._decodes = decodes(folder, options)
         self._running: dict[str, RunningRequest] = {}
-        self._lock = threading.Lock()
         # None interrupts a poll.
         self._ended: queue.SimpleQueue[tuple[RunningRequest, Completion | RolloutError] | None] = queue.SimpleQueue()
         self._names = (f"{os.getpid()}-{next(_FIRST_NUMBER)}-{n:012d}" for n in itertools.count())
@@ -368,16 +369,3 @@ def _check_divides(config: ModelConfig, tp: int) -> None:
 def _memory_tags(tags: set[Tag]) -> list[str]:
     """SGLang's names of memory; its CUDA graphs sleep and wake with the KV cache."""
     return sorted([*tags, *(["cuda_graph"] if "kv_cache" in tags else [])])
-
-
-def _check_options(options: SGLangOptions) -> None:
-    choices = {"mode": MODES, "dtype": ("float32", "bfloat16")}
-    for name, allowed in choices.items():
-        if getattr(options, name) not in allowed:
-            raise ConfigError(
-                f"{KEY}.{name}={getattr(options, name)!r}, expected one of: {', '.join(allowed)}",
-                code="engine.option-choice",
-            )
-    for name in ("tensor_parallel_size", "max_num_seqs"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1", code="engine.option-range")
