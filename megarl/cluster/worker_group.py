@@ -31,7 +31,7 @@ from megarl.data import DataProto
 from megarl.data.remote_columns import write_values
 from megarl.data.row_map import RowFunction, RowMap
 from megarl.models.layout import ParallelLayout
-from megarl.sharding import Routes
+from megarl.sharding.placement import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
 from megarl.workers.settings import MicroBatchBudget
 

@@ -9,7 +9,8 @@ from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, 
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.models.layout import ParallelLayout
 from megarl.samples.replicas import _lost_ranks
-from megarl.sharding import RolloutLayout, SyncWave
+from megarl.sharding.placement import RolloutLayout
+from megarl.sharding.plan import SyncWave
 
 LAYOUT = RolloutLayout(replicas=2)
 PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(2), range(3)),), rollout=LAYOUT)

@@ -17,7 +17,8 @@ from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, Work
 from megarl.cluster.calls import completed_call
 from megarl.data import DataProto
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.sharding import RolloutLayout, build_plan, sender_plans
+from megarl.sharding.placement import RolloutLayout
+from megarl.sharding.plan import build_plan, sender_plans
 from megarl.tracing import TracingOptions
 
 PP2_DP2 = ParallelLayout(pp=2, dp=2)

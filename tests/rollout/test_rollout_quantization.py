@@ -21,7 +21,8 @@ from megarl.rollout.interface import SamplingParams
 from megarl.rollout.registry import ENGINES, EngineEntry
 from megarl.rollout.sglang.model_checks import check_quantization
 from megarl.rollout.sglang.options import quantization_args
-from megarl.sharding import RolloutLayout, build_plan
+from megarl.sharding.placement import RolloutLayout
+from megarl.sharding.plan import build_plan
 from megarl.sharding.quantization import IncomingMatrices
 from megarl.sharding.receiver import ShardWeights
 from megarl.sharding.sender import source_slice

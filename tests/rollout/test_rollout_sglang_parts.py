@@ -41,9 +41,9 @@ from megarl.rollout.sglang.options import (
     server_args,
 )
 from megarl.rollout.sglang.weights import CommandChannel, channel_addresses
-from megarl.sharding import ProcessLocation, RolloutLayout, Routes, build_plan, receiver_plans
 from megarl.sharding import sglang_loader as loader
-from megarl.sharding.placement import current_location
+from megarl.sharding.placement import ProcessLocation, RolloutLayout, Routes, current_location
+from megarl.sharding.plan import build_plan, receiver_plans
 from megarl.sharding.receiver import ReceiverSpec
 from megarl.sharding.sender import BucketSender
 from megarl.sharding.sglang_loader import Reply, SGLangShard

@@ -9,8 +9,8 @@ from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout import EngineOptions
 from megarl.rollout.embedded.engine import EmbeddedEngine
-from megarl.sharding import RolloutLayout, Routes, build_plan, receiver_plans
-from megarl.sharding.placement import current_location
+from megarl.sharding.placement import RolloutLayout, Routes, current_location
+from megarl.sharding.plan import build_plan, receiver_plans
 from megarl.sharding.receiver import ReceiverSpec
 from megarl.sharding.sender import BucketSender
 from megarl.sharding.transports.interface import PeerTransports, TransportOptions

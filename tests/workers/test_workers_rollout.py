@@ -30,7 +30,8 @@ from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Request, SamplingParams
 from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.router import Router
-from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans
+from megarl.sharding.placement import RolloutLayout, Routes
+from megarl.sharding.plan import build_plan, replica_plans
 from megarl.workers.actor import ActorWorker
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker

@@ -35,7 +35,8 @@ from megarl.samples.elastic_replicas import REPLICAS_FILE, ElasticReplicas
 from megarl.samples.hybrid_replicas import HybridReplicas
 from megarl.samples.replicas import ColocatedReplicas, DisaggregatedReplicas, Replicas
 from megarl.samples.rollout_group import build_engines, rollout_group
-from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans, sender_plans
+from megarl.sharding.placement import RolloutLayout, Routes
+from megarl.sharding.plan import build_plan, replica_plans, sender_plans
 from megarl.trainer.roles.devices import JobPools
 from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.roles.worker_groups import (
