@@ -203,7 +203,7 @@ class PerRank:
 
 
 class PendingCall:
-    """A verb in progress on all processes of a group; see :meth:`megarl.cluster.WorkerGroup.submit`.
+    """A verb in progress on all processes of a group; see :meth:`~megarl.cluster.worker_group.WorkerGroup.submit`.
 
     Args:
         groups: groups that the calls run on; a group that fails is marked as unusable.
@@ -303,9 +303,7 @@ def for_rank(args: Sequence[Any], rank: int) -> list[Any]:
     return [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]
 
 
-def wait_all(
-    pending: Iterable[PendingCall], timeout_s: float | None = None, on_end: Callable[[int], None] | None = None
-) -> list[Any]:
+def wait_all(pending: Iterable[PendingCall], on_end: Callable[[int], None] | None = None) -> list[Any]:
     """Wait for several calls, also of different groups, and return their results; stops at the first failure.
 
     Args:
@@ -330,7 +328,7 @@ def wait_all(
     groups = list(itertools.chain.from_iterable(call.groups for call in pending))
     calls = list(itertools.chain.from_iterable(call.calls for call in pending))
     several = sum(map(bool, running)) > 1  # a single call ends with its last process
-    results = iter(gather_results(groups, calls, timeout_s, count if several and on_end is not None else None))
+    results = iter(gather_results(groups, calls, None, count if several and on_end is not None else None))
     if on_end is not None:
         for number in (number for number, left in enumerate(running) if left):
             on_end(number)
@@ -342,10 +340,10 @@ def wait_all(
 def gather_results(
     groups: Sequence[CallingGroup],
     calls: Sequence[WorkerCall],
-    timeout_s: float | None,
+    timeout_s: float | None = None,
     on_result: Callable[[WorkerCall], None] | None = None,
 ) -> list[Any]:
-    """Wait for calls as :func:`megarl.cluster.calls.gather` does, and mark the group that fails."""
+    """Wait for calls as :func:`gather` does, and mark the group that fails."""
     try:
         return gather(calls, timeout_s, on_result)
     except WorkerFailed as failure:

@@ -49,11 +49,7 @@ class StartingRank:
 
 @dataclass
 class RankStarter:
-    """Starts the processes of a role; the attributes are arguments of :class:`megarl.cluster.WorkerGroup`.
-
-    Attributes:
-        threads: threads for ``RANK`` verbs.
-    """
+    """Starts the processes of a role; see the arguments of :class:`~megarl.cluster.worker_group.WorkerGroup`."""
 
     role: str
     worker_cls: str | type

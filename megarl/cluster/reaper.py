@@ -19,7 +19,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
@@ -115,13 +115,8 @@ def session_folders(token_file: Path) -> list[Path]:
 
 
 def delete_files(token_file: Path) -> None:
-    """Delete the folder of a token and the session folders of its Ray."""
-    _delete_sessions(session_folders(token_file))
-    shutil.rmtree(token_file.parent, ignore_errors=True)
-
-
-def _delete_sessions(folders: Sequence[Path]) -> None:
-    """Delete session folders, except those that a process names in its command line."""
+    """Delete the folder of a token, and the session folders of its Ray that no process names in its command line."""
+    folders = session_folders(token_file)
     commands = "\n".join(map(command_line, all_processes())) if folders else ""
     for folder in folders:
         if folder.name not in commands:
@@ -130,6 +125,7 @@ def _delete_sessions(folders: Sequence[Path]) -> None:
         with contextlib.suppress(OSError):
             if latest.is_symlink() and not latest.exists():
                 latest.unlink()
+    shutil.rmtree(token_file.parent, ignore_errors=True)
 
 
 def _modified(path: Path) -> float:
@@ -211,10 +207,6 @@ class ClusterToken:
         marked: dict[str, str | None] = {MARK: str(self.file)}
         protected = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(self.file)}
         return marked | protected if protects else marked
-
-    def session_folders(self) -> list[Path]:
-        """List the session folders of this Ray, with its logs."""
-        return session_folders(self.file)
 
     def close(self) -> None:
         """Delete the token and Ray's session folders, once Ray has ended."""

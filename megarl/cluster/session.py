@@ -33,7 +33,15 @@ from megarl.base.signals import (
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import GCS, RayWatch, start_local_ray
 from megarl.cluster.ray_internals import log_messages, log_unread_errors, read_authentication
-from megarl.cluster.reaper import ClusterToken, Reaper, delete_stale_tokens, end_ray, processes_of, write_last_words
+from megarl.cluster.reaper import (
+    ClusterToken,
+    Reaper,
+    delete_stale_tokens,
+    end_ray,
+    processes_of,
+    session_folders,
+    write_last_words,
+)
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
@@ -219,7 +227,7 @@ class RaySession:
                 # Processes that have left the tree above, or that started meanwhile.
                 end_ray(self._token.file, self._reaper.pid if self._reaper else None)
                 if self.logs is not None:
-                    _copy_logs(self._token.session_folders(), self.logs.folder / RAY_LOGS, keep_logs)
+                    _copy_logs(session_folders(self._token.file), self.logs.folder / RAY_LOGS, keep_logs)
                 self._token.close()
                 read_authentication()  # of the user's environment, for clusters joined later
             if self._reaper is not None:

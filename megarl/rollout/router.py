@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import heapq
+import itertools
 import logging
 import secrets
 import time
 from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
@@ -89,14 +89,14 @@ class RequestSpans:
     def __init__(self) -> None:
         self._started: dict[tuple[int, str], tuple[int, int]] = {}
         self._free: dict[int, list[int]] = defaultdict(list)
-        self._lanes: dict[int, int] = defaultdict(int)
+        self._lanes: dict[int, itertools.count[int]] = defaultdict(itertools.count)
 
     def started(self, replica: int, requests: Iterable[str]) -> None:
         """Record that a replica got requests."""
         if TRACER.recording:
-            now = time.monotonic_ns()
-            for request in requests:
-                self._started[replica, request] = (now, self._take_lane(replica))
+            now, free = time.monotonic_ns(), self._free[replica]
+            for request in requests:  # in the lowest free lane, so that spans do not overlap
+                self._started[replica, request] = now, heapq.heappop(free) if free else next(self._lanes[replica])
 
     def finished(self, replica: int, request: str, prompt: int, tokens: int | None) -> None:
         """Record that a replica finished a request, or lost or aborted it (``tokens`` None)."""
@@ -118,13 +118,6 @@ class RequestSpans:
             for replica in scheduler.replicas:
                 counter(f"replica {replica} requests", busy=len(scheduler.held(replica)))
             counter("requests waiting", waiting=scheduler.waiting)
-
-    def _take_lane(self, replica: int) -> int:
-        """Return the lowest free lane, so that spans do not overlap."""
-        if self._free[replica]:
-            return heapq.heappop(self._free[replica])
-        self._lanes[replica] += 1
-        return self._lanes[replica] - 1
 
 
 logger = logging.getLogger(__name__)
@@ -173,8 +166,6 @@ class _Connection:
     """Connection to one replica.
 
     Attributes:
-        has_calls: set if there is something to send.
-        accepted: set if it has got requests.
         pump: sends and receives; None before the router is entered.
         leaves: whether its requests move to other replicas.
     """
@@ -188,7 +179,6 @@ class _Connection:
     leaves: bool = False
 
     def abort(self, entries: Iterable[PendingRequest]) -> None:
-        """Abort requests."""
         self.aborted += [entry.request.request_id for entry in entries]
         self.has_calls.set()
 
@@ -245,9 +235,7 @@ class Router:
             self._start_pump(number)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 await self._drain()
@@ -302,8 +290,7 @@ class Router:
 
         Args:
             key: requests with one key share a prefix; empty = no shared prefix.
-            routes_from: see :class:`~megarl.rollout.interface.Request`.
-            prior: see :class:`~megarl.rollout.interface.Request`.
+            routes_from, prior: see :class:`~megarl.rollout.interface.Request`.
 
         Raises:
             NoReplicaLeft: all replicas are lost.
@@ -357,12 +344,10 @@ class Router:
 
     async def _drain(self, replicas: Collection[int] | None = None) -> None:
         """Wait until replicas (None = all) have ended or aborted all requests that they have."""
-
-        def have_requests() -> bool:
+        while self._failure is None:
             numbers = self._scheduler.replicas
-            return any(self._scheduler.held(number) for number in numbers if replicas is None or number in replicas)
-
-        while self._failure is None and have_requests():
+            if not any(self._scheduler.held(number) for number in numbers if replicas is None or number in replicas):
+                return
             self._changed.clear()
             await self._changed.wait()
 
@@ -402,7 +387,6 @@ class Router:
         pump.add_done_callback(self._pumps.discard)
 
     def _disconnect(self, number: int) -> list[PendingRequest]:
-        """Forget a replica; return the requests that it has."""
         pump = self._connections.pop(number).pump
         if pump is not None and pump is not asyncio.current_task():
             pump.cancel()
@@ -435,7 +419,6 @@ class Router:
             connection.accepted.set()
 
     async def _fetch(self, number: int, connection: _Connection) -> None:
-        """Fetch completions from a replica while it has requests."""
         while True:
             await connection.accepted.wait()
             connection.accepted.clear()
@@ -482,17 +465,15 @@ class Router:
         self._changed.set()
 
     def _lose(self, number: int, reason: str) -> None:
-        """Continue without a lost replica: its requests begin again on the others."""
         self._requeue(number, reason)
-        if not self._scheduler.replicas:
+        if self._scheduler.replicas:
+            self._dispatch()
+        else:
             count = len(self._numbers)
             lost = f"all {count} rollout replicas are lost; the last" if count > 1 else "the only replica is lost"
             self.no_replica = NoReplicaLeft(f"{lost}: {reason}", code="rollout.no-replica-left")
             if not self._waits:
                 self._fail(self.no_replica)
-            self._changed.set()
-            return
-        self._dispatch()
         self._changed.set()
 
     def _requeue(self, number: int, reason: str) -> None:
@@ -522,7 +503,6 @@ class Router:
         self._entries = {}
 
     def _account(self) -> None:
-        """Account for the time since the last change."""
         now = time.perf_counter()
         passed, self._since = now - self._since, now
         for number in self._scheduler.replicas:

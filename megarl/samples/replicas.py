@@ -9,8 +9,8 @@ from typing import ClassVar, TypeVar
 
 from megarl.base.errors import WeightSyncError, WorkerError
 from megarl.base.reductions import Metrics
-from megarl.cluster import WorkerFailed, WorkerSilent
 from megarl.cluster.agent_runners import ReplicaProcess, replica_processes
+from megarl.cluster.calls import WorkerFailed, WorkerSilent
 from megarl.cluster.role_groups import RolloutGroup
 from megarl.cluster.sharding_manager import ShardingManager
 from megarl.rollout.router import RouterStats

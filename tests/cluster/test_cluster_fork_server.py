@@ -14,9 +14,12 @@ import pytest
 from support.expected_errors import raises
 
 from megarl.base.processes import wait_for_ends
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, ray_programs
 from megarl.cluster import fork_server as fork_server_module
+from megarl.cluster import ray_programs
 from megarl.cluster.fork_server import ENVIRONMENT, ForkServer, fork_address, fork_server
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.models import ParallelLayout
 
 SCRIPT = """

@@ -19,10 +19,11 @@ import ray
 from ray._private import ray_constants
 
 from megarl.base.processes import command_line, descendants
-from megarl.cluster import RaySession, local_ray, ray_programs
+from megarl.cluster import local_ray, ray_programs
 from megarl.cluster.local_ray import light_programs, start_local_ray
 from megarl.cluster.ray_internals import dashboard_error
 from megarl.cluster.reaper import ClusterToken
+from megarl.cluster.session import RaySession
 from megarl.config.schema.run import TrainerConfig
 from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports, ray_start
 

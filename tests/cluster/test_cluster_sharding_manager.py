@@ -5,8 +5,12 @@ from types import SimpleNamespace
 import pytest
 from support.expected_errors import raises
 
-from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent, calls
+from megarl.cluster import calls
+from megarl.cluster.calls import WorkerFailed, WorkerSilent
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.models.layout import ParallelLayout
 from megarl.samples.replicas import _lost_ranks
 from megarl.sharding.placement import RolloutLayout

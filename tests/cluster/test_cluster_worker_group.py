@@ -13,8 +13,11 @@ from support.expected_errors import raises
 
 from megarl.base.errors import ResourceError, WorkerError
 from megarl.base.logs import ProcessLogs
-from megarl.cluster import PerRank, RaySession, ResourcePool, WorkerFailed, WorkerGroup, calls, wait_all, wait_ready
-from megarl.cluster.calls import completed_call
+from megarl.cluster import calls
+from megarl.cluster.calls import PerRank, WorkerFailed, completed_call, wait_all
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.data import DataProto
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.sharding.placement import RolloutLayout
@@ -40,7 +43,7 @@ def groups(pool):
     """Two roles on the same two devices, started concurrently."""
     echo = WorkerGroup("echo", "tests.cluster.plain_workers.Echo", {"greeting": "hi"}, PP2_DP2, pool)
     summer = WorkerGroup("summer", "tests.cluster.plain_workers:Summer", {}, ParallelLayout(tp=2), pool)
-    wait_ready([echo, summer], timeout_s=120)
+    wait_ready([echo, summer])
     return echo, summer
 
 
@@ -270,11 +273,11 @@ def test_wait_all_ends_at_the_first_failure(pool, sleeper, tmp_path):
             file.touch()
 
     calls = [sleeper.submit("wait_for", str(file)), other.submit("sleep", 0.0).then(lambda results: len(results))]
-    assert wait_all([*calls, completed_call("here")], 120, on_end) == [[None, None], 1, "here"]
+    assert wait_all([*calls, completed_call("here")], on_end) == [[None, None], 1, "here"]
     assert ends == [2, 1, 0], "as soon as each ends"
     calls = [sleeper.submit("sleep", 600), other.submit("leave")]
     with raises("worker.died", "other rank 0", "leave", error=WorkerFailed):
-        wait_all(calls, timeout_s=120)
+        wait_all(calls)
     with raises("worker.died", "other cannot run pid"):
         other.pid()
     other.shutdown()
@@ -288,7 +291,7 @@ def test_error_shows_the_last_log_lines_of_a_dead_process(sleeper):
 def test_failed_constructor_ends_the_start_while_a_peer_waits(pool):
     group = WorkerGroup("late", "tests.cluster.light_workers.Sleeper", {"fail_on_rank": 1}, ParallelLayout(dp=2), pool)
     with raises("worker.raised", "late rank 1", "start: FileNotFoundError: shard 3 is missing", error=WorkerFailed):
-        wait_ready([group], timeout_s=120)
+        wait_ready([group])
     group.shutdown()
 
 
