@@ -170,7 +170,7 @@ def partition_rows(
     equal: bool = False,
     budget: MicroBatchBudget | None = None,
 ) -> Partition:
-    """Assign the rows of a batch to DP ranks with equal work (partition balancing); the batch keeps the result.
+    """Assign a batch's rows to DP ranks with equal work (partition balancing); the batch keeps the result.
 
     With a token budget, ranks get unequal numbers of rows with equal work. If some rank would then have fewer rows than
     the common number of micro-batches (:func:`megarl.data.common_micro_batch_count`), all ranks get the same number of
@@ -178,8 +178,7 @@ def partition_rows(
     one rank if that reduces the work of the busiest rank.
 
     Args:
-        mini_batch_rows: see :func:`partition_costs`.
-        equal: see :func:`partition_costs`; a token ``budget`` may still give unequal numbers.
+        mini_batch_rows, equal: see :func:`partition_costs`; a token ``budget`` may still give unequal numbers.
         budget: micro-batch budget of the ranks; None: they make no micro-batches.
 
     Raises:
@@ -203,21 +202,13 @@ def _partition_rows(
         check_longest(
             lengths, budget.max_tokens, lambda row: f"row {row}" + ("" if uids is None else f" (uid={uids[row]})")
         )
-    partition = _partition_row_by_row(batch, lengths, dp, mini_batch_rows, budget)
+    costs = row_costs(batch, budget.cost)
+    partition = None if budget.max_tokens is None else partition_costs(costs, dp, mini_batch_rows)
+    if partition is None or not _can_be_cut(lengths, partition, budget):
+        partition = partition_costs(costs, dp, mini_batch_rows, equal=True)
     if budget.share_prompts and batch.meta_info.get("balance_batch", True):
         return _cheaper_with_families(batch, lengths, partition, budget)
     return partition
-
-
-def _partition_row_by_row(
-    batch: DataProto, lengths: Sequence[int], dp: int, mini_batch_rows: int | None, budget: MicroBatchBudget
-) -> Partition:
-    costs = row_costs(batch, budget.cost)
-    if budget.max_tokens is not None:
-        partition = partition_costs(costs, dp, mini_batch_rows)
-        if _can_be_cut(lengths, partition, budget):
-            return partition
-    return partition_costs(costs, dp, mini_batch_rows, equal=True)
 
 
 def _cheaper_with_families(

@@ -68,11 +68,6 @@ class ResourcePool:
         """Return the Ray resources of one device; a GPU reserves one CPU slot too."""
         return {"CPU": 1.0} if self.device == "cpu" else {"GPU": 1.0, "CPU": 1.0}
 
-    def process_options(self) -> dict[str, float]:
-        """Return the Ray resources of one process, as options of a Ray actor."""
-        options = {"num_cpus": _PROCESS_SHARE}
-        return options if self.device == "cpu" else {**options, "num_gpus": _PROCESS_SHARE}
-
 
 def cluster_nodes() -> list[dict[str, float]]:
     """Return the total resources of each living node of the cluster, such as ``{"CPU": 8.0, "GPU": 1.0}``."""
@@ -176,7 +171,8 @@ class PlacedPool:
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._groups[group], placement_group_bundle_index=bundle
         )
-        return {**self.pool.process_options(), "scheduling_strategy": strategy}
+        gpu_share = {} if self.pool.device == "cpu" else {"num_gpus": _PROCESS_SHARE}
+        return {"num_cpus": _PROCESS_SHARE, **gpu_share, "scheduling_strategy": strategy}
 
     def host_options(self, rank: int) -> dict[str, Any]:
         """Return the Ray options of a process without device: one node after another, the driver's first."""
@@ -313,20 +309,17 @@ def wait_for_nodes(
         if all(name in nodes for name in names):
             break
         if time.monotonic() > deadline:
-            raise ResourceError(_missing(names, list(nodes), timeout_s), code="launch.nodes-missing")
+            missing = [name for name in names if name not in nodes]
+            raise ResourceError(
+                f"after {timeout_s:g} s {len(missing)} of {len(names)} nodes have not joined the Ray cluster: "
+                f"{', '.join(missing)}. Joined: {', '.join(nodes) or 'none'}. Can they reach the head's address and "
+                "ports (docs/how_to/launch.md, Ports)?",
+                code="launch.nodes-missing",
+            )
         sleep(_POLL_S)
     if device != "auto":
         _check_devices({name: nodes[name] for name in names}, device, devices)
     return {name: str(nodes[name]["NodeManagerAddress"]) for name in names}
-
-
-def _missing(names: Sequence[str], joined: Sequence[str], timeout_s: float) -> str:
-    missing = [name for name in names if name not in joined]
-    return (
-        f"after {timeout_s:g} s {len(missing)} of {len(names)} nodes have not joined the Ray cluster: "
-        f"{', '.join(missing)}. Joined: {', '.join(joined) or 'none'}. Can they reach the head's address and ports "
-        "(docs/how_to/launch.md, Ports)?"
-    )
 
 
 def _check_devices(nodes: Mapping[str, Mapping[str, Any]], device: Literal["cpu", "cuda"], devices: int) -> None:

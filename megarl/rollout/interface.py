@@ -248,11 +248,7 @@ class EngineOptions:
     quantization: str | None = None
 
     def end_tokens(self, folder: str) -> tuple[int, ...]:
-        """Return the tokens that end every sequence of the model in a folder.
-
-        Raises:
-            ModelError: a file of the folder is malformed.
-        """
+        """Return the tokens that end every sequence of the model in a folder; ModelError for a malformed file."""
         if self.eos_token_ids is not None:
             return self.eos_token_ids
         token = end_token_of(folder)
@@ -412,11 +408,7 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def load_hf(self, path: str, version: int = 0) -> None:
-        """Load all weights from a Hugging Face folder.
-
-        Raises:
-            ModelError: the folder is incomplete or holds another model.
-        """
+        """Load all weights from a Hugging Face folder; ModelError if it is incomplete or holds another model."""
 
     @property
     @abc.abstractmethod
@@ -473,14 +465,7 @@ def check_none_running(running: Sized, action: str, error: type[MegarlError] = R
 
 
 def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Check that token ids are in the vocabulary.
-
-    Args:
-        source: name of the ids, for the error.
-
-    Raises:
-        RequestRefused: an id is no integer, or outside of it.
-    """
+    """Check that the token ids of ``source`` are integers in the vocabulary; RequestRefused if one is not."""
     values = list(ids)
     for kind in set(map(type, values)):
         if not is_integer_type(kind):

@@ -1,7 +1,4 @@
-"""The router: sends requests to the least loaded replica, and moves them to another one if a replica is lost.
-
-:class:`RouterStats` has its statistics, :class:`RequestSpans` the timeline of its requests.
-"""
+"""The router: sends requests to the least loaded replica, and moves them to another one if a replica is lost."""
 
 from __future__ import annotations
 
@@ -83,7 +80,7 @@ class RouterStats:
         return metrics
 
 
-class RequestSpans:
+class _RequestSpans:
     """Timeline of requests at replicas, if one records: a span per request, counters of busy slots and of the queue."""
 
     def __init__(self) -> None:
@@ -92,14 +89,13 @@ class RequestSpans:
         self._lanes: dict[int, itertools.count[int]] = defaultdict(itertools.count)
 
     def started(self, replica: int, requests: Iterable[str]) -> None:
-        """Record that a replica got requests."""
         if TRACER.recording:
             now, free = time.monotonic_ns(), self._free[replica]
             for request in requests:  # in the lowest free lane, so that spans do not overlap
                 self._started[replica, request] = now, heapq.heappop(free) if free else next(self._lanes[replica])
 
     def finished(self, replica: int, request: str, prompt: int, tokens: int | None) -> None:
-        """Record that a replica finished a request, or lost or aborted it (``tokens`` None)."""
+        """Record the end of a request; ``tokens`` is None if the replica lost or aborted it."""
         started = self._started.pop((replica, request), None)
         if started is not None:
             start, lane = started
@@ -108,12 +104,10 @@ class RequestSpans:
             past_span("request", "rollout", start, name, request=request, prompt_tokens=prompt, tokens=tokens)
 
     def lost(self, replica: int) -> None:
-        """Record that a replica is lost with its requests."""
         for number, request in [key for key in self._started if key[0] == replica]:
             self.finished(number, request, 0, None)
 
     def count(self, scheduler: RequestScheduler) -> None:
-        """Record the number of running requests of each replica, and of waiting ones."""
         if TRACER.recording:
             for replica in scheduler.replicas:
                 counter(f"replica {replica} requests", busy=len(scheduler.held(replica)))
@@ -225,7 +219,7 @@ class Router:
         self._count = self.finished = 0
         self._since = time.perf_counter()
         self.stats = RouterStats()
-        self._spans = RequestSpans()
+        self._spans = _RequestSpans()
         for number, replica in replicas.items():
             self._join(number, replica)
 
@@ -393,7 +387,6 @@ class Router:
         return self._scheduler.remove(number)
 
     async def _pump(self, number: int) -> None:
-        """Send requests to one replica and receive completions, until it is lost."""
         connection = self._connections[number]
         tasks = [asyncio.create_task(self._send(connection)), asyncio.create_task(self._fetch(number, connection))]
         try:
@@ -477,7 +470,6 @@ class Router:
         self._changed.set()
 
     def _requeue(self, number: int, reason: str) -> None:
-        """Disconnect a lost replica, and put its requests back into the queue."""
         TRACER.progress()
         self._account()
         entries = self._disconnect(number)

@@ -18,7 +18,7 @@ from megarl.config import RolloutConfig
 from megarl.config.schema.rollout import SGLangConfig, TrainingRolloutConfig
 from megarl.models import ModelConfig
 from megarl.rollout.interface import EngineOptions
-from megarl.rollout.sglang.options import CACHE_TOKENS, EngineNodes, SGLangOptions
+from megarl.rollout.sglang.options import CACHE_TOKENS, FRACTION, EngineNodes, SGLangOptions
 
 
 def engine_options(
@@ -75,7 +75,7 @@ def engine_options(
         return options
     import torch  # the planner, which must start in seconds, imports this module
 
-    fraction = fraction_beside_training(
+    fraction = _fraction_beside_training(
         [
             FreeMemory(*torch.cuda.mem_get_info(torch.device(options.device_of(rank))))
             for rank in range(options.local_ranks)
@@ -104,7 +104,6 @@ def _server_key(sglang: SGLangConfig) -> str:
     return value
 
 
-FRACTION = "mem_fraction_static"
 KEY = f"actor_rollout_ref.rollout.engine_kwargs.sglang.server_args.{FRACTION}"
 LARGEST_WHILE_TRAINING = 0.5
 """Largest fraction for an engine that keeps its memory while the roles train: activations need the rest."""
@@ -124,10 +123,9 @@ class FreeMemory(NamedTuple):
 
 
 def default_fraction(device_bytes: int, tp: int) -> float:
-    """Return SGLang's default for ``mem_fraction_static``.
+    """Return SGLang's default share (``ServerArgs._handle_gpu_memory_settings``, as of SGLang 0.5.6).
 
-    It reserves memory for prefill, CUDA graphs and communication, and at least 10 GiB of a large device
-    (``ServerArgs._handle_gpu_memory_settings``, as of SGLang 0.5.6).
+    It reserves memory for prefill, CUDA graphs and communication, and at least 10 GiB of a large device.
     """
     tokens = next((size for limit, size in _PREFILL if device_bytes < limit), 16384)
     graphs = next((few if tp < 4 else many for limit, few, many in _GRAPHS if device_bytes < limit), 512)
@@ -156,12 +154,8 @@ def shared_fraction(devices: Sequence[FreeMemory], pending: int, *, keeps_memory
     return max(0, int(smallest * 1000)) / 1000
 
 
-def fraction_beside_training(devices: Sequence[FreeMemory], pending: int, *, keeps_memory: bool) -> float:
-    """Return :func:`shared_fraction`, and require that it leaves memory.
-
-    Raises:
-        ConfigError: no memory is left for the engine; names the keys that free some.
-    """
+def _fraction_beside_training(devices: Sequence[FreeMemory], pending: int, *, keeps_memory: bool) -> float:
+    """Return :func:`shared_fraction`; a ConfigError if no memory is left for the engine."""
     fraction = shared_fraction(devices, pending, keeps_memory=keeps_memory)
     if not fraction:
         least = min(devices)

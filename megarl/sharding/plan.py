@@ -117,11 +117,7 @@ class ReshardPlan:
         return next(wave.buckets for wave in self.waves if replica in wave.replicas)
 
     def pair_nbytes(self, wave: SyncWave | None = None) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the bytes per pair of ranks in one sync, or in one wave of it.
-
-        Returns:
-            Columns of training ranks, rollout ranks and bytes.
-        """
+        """Return the bytes per pair of ranks in one sync, or one wave: training ranks, rollout ranks and bytes."""
         part = slice(None) if wave is None else slice(wave.replicas.start, wave.replicas.stop)
         source, world = self.source[part], self.rollout.world_size
         destination = np.arange(self.rollout.replicas)[:, None] * self.rollout.tp + self.table.target
@@ -251,21 +247,13 @@ def build_plan(
 
 
 class TransferUsage(NamedTuple):
-    """Resources that one process used for a sync.
-
-    Attributes:
-        peak_bytes: peak memory of the process for the sync, besides its weights.
-    """
+    """Peak memory that one process used for a sync, besides its weights."""
 
     peak_bytes: int
 
 
 def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:
-    """Yield the plan of each training rank.
-
-    Args:
-        ranks: number of training ranks, including ranks that send nothing.
-    """
+    """Yield the plan of each of ``ranks`` training ranks, also of those that send nothing."""
     source, bucket = plan.source.ravel(), plan.bucket.ravel()
     order = np.argsort(source, kind="stable")
     bounds = np.searchsorted(source[order], np.arange(ranks + 1))
@@ -341,5 +329,5 @@ def _rank_plan(
     wave: range,
 ) -> RankPlan:
     replica, transfer = (compact(column.astype(np.int32)) for column in columns[:2])
-    common = (plan.rollout, plan.buckets, plan.first_copy_rank, plan.float32_params)
-    return RankPlan(rank, sends, table, replica, transfer, *columns[2:], wave, *common)
+    shared = (plan.rollout, plan.buckets, plan.first_copy_rank, plan.float32_params)
+    return RankPlan(rank, sends, table, replica, transfer, columns[2], columns[3], wave, *shared)

@@ -175,11 +175,7 @@ class BucketSender:
 
 
 def source_slice(params: Mapping[str, Tensor], op: TransferOp) -> Tensor:
-    """Return the view of a training rank's parameter that a transfer op reads.
-
-    Raises:
-        WeightSyncError: the parameter is missing or too small.
-    """
+    """Return the view of a parameter that a transfer op reads; WeightSyncError if it is missing or too small."""
     tensor = params.get(op.src_param)
     if tensor is None:
         text = f"training rank {op.src_rank} has no parameter '{op.src_param}', the plan needs it"

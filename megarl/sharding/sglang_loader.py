@@ -80,20 +80,13 @@ class SGLangShard:
     rank: int
     quantized: bool = False
 
-    def params(self) -> Sequence[LocalParam]:
-        """Return the parameters of the rank in the weight map.
-
-        Raises:
-            ValueError: the model does not divide over the ranks.
-        """
-        return self._params
-
     def __reduce__(self) -> tuple[Any, ...]:
         """Send the attributes; the receiver computes the parameters."""
         return type(self), (self.config, self.tp, self.rank, self.quantized)
 
     @cached_property
-    def _params(self) -> tuple[LocalParam, ...]:
+    def params(self) -> tuple[LocalParam, ...]:
+        """Parameters of the rank in the weight map; ValueError if the model does not divide over the ranks."""
         return tuple(WeightMap(self.config).rollout_params(self.tp, self.rank, vocab_multiple=VOCAB_MULTIPLE))
 
     def views(self, model: torch.nn.Module) -> dict[str, Tensor]:
@@ -113,7 +106,8 @@ class SGLangShard:
                     f"SGLang holds '{name}' with shape {list(held[name].shape)}, expected {shape}",
                     code="sglang.parameter-shape",
                 )
-        extra = sorted(name for name in held if name not in shapes and not self._is_unused(name))
+        unused = UNUSED_SCALES if self.quantized else ()
+        extra = sorted(name for name in held if name not in shapes and not name.endswith(unused))
         if extra:
             raise WeightSyncError(
                 f"SGLang has a parameter '{extra[0]}' without weights in the update", code="sglang.parameter-extra"
@@ -121,11 +115,7 @@ class SGLangShard:
         return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
 
     def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
-        """Return views of codes and scales of the rank's quantized matrices.
-
-        Raises:
-            WeightSyncError: SGLang holds them in another format.
-        """
+        """Return views of codes and scales of the rank's quantized matrices; see :meth:`QuantizedViews.check`."""
         held, fused = {name: param.data for name, param in model.named_parameters()}, _fused_latents(views)
         scales = {}
         for name in self._quantized(views):
@@ -143,23 +133,21 @@ class SGLangShard:
         for name, place in self._places.items():
             if name in VOCAB_PARAMS:
                 held[name].data[place.rows :].zero_()
-        for param in self.params():
+        for param in self.params:
             if not param.pieces and param.name not in VOCAB_PARAMS:
                 held[param.name].data.zero_()
 
     @cached_property
     def _places(self) -> dict[str, _Rows]:
-        params = self.params()
+        params = self.params
         fused = _fused_latents({param.name: param for param in params})
-        named = {param.name: self._name(param.name) for param in params}
+        layer = ".self_attn." if self.config.linear is None else "."
         return {
-            param.name: _Rows(*fused.get(param.name, (named[param.name], 0)), param.shape[0], param.shape[1:])
+            param.name: _Rows(
+                *fused.get(param.name, (param.name.replace(".self_attn.", layer), 0)), param.shape[0], param.shape[1:]
+            )
             for param in params
         }
-
-    def _name(self, name: str) -> str:
-        """Return SGLang's name of a parameter of the weight map that is not fused with another."""
-        return name if self.config.linear is None else name.replace(".self_attn.", ".")
 
     def _shapes(self, places: Mapping[str, _Rows]) -> dict[str, list[int]]:
         """Return the shapes of SGLang's parameters, with padding."""
@@ -174,9 +162,6 @@ class SGLangShard:
 
     def _quantized(self, names: Iterable[str]) -> list[str]:
         return list(filter(WeightMap(self.config).is_linear, names)) if self.quantized else []
-
-    def _is_unused(self, name: str) -> bool:
-        return self.quantized and name.endswith(UNUSED_SCALES)
 
 
 class _Rows(NamedTuple):
@@ -285,7 +270,7 @@ class RankLoader:
         views, matrices = self._views(model), None
         if shard.quantized:
             quantized = shard.quantized_views(model, views)
-            matrices = IncomingMatrices(shard.params(), quantized.codes.__contains__, quantized)
+            matrices = IncomingMatrices(shard.params, quantized.codes.__contains__, quantized)
         self._weights = ShardWeights(views, matrices)
         return current_location(str(_device(model)))
 

@@ -44,11 +44,6 @@ KNOWN_PARAMETERS = frozenset(
 """Parameters of a layer that the engine computes with; a custom family may declare others."""
 
 
-def layer_parameters(weight_map: WeightMap, params: Mapping[str, Tensor], layer: int) -> dict[str, Tensor]:
-    """Return a layer's parameters by their names in the trainer, without the layer's number."""
-    return {name: params[rollout] for name, rollout in weight_map.layer_rollout_names(layer).items()}
-
-
 class Norm:
     """RMS norm over the last dimension; the identity without a weight. By default ``eps`` is the model's."""
 
@@ -200,9 +195,7 @@ class ClampedMLP:
 
     Args:
         gate_up: ``[2 * ffn, hidden]``, with alternating rows of gate and up.
-        gate_up_bias: ``[2 * ffn]``.
         down: ``[hidden, ffn]``.
-        down_bias: ``[hidden]``.
     """
 
     def __init__(
@@ -364,10 +357,10 @@ class TransformerDecoder:
         head = self._embedding if config.tie_word_embeddings else params["lm_head.weight"]
         # Without the padding rows of the vocabulary, which must never be sampled.
         self._head = head[: config.vocab_size]
-        weight_map = WeightMap(config)
+        by_layer = map(WeightMap(config).layer_rollout_names, range(config.num_layers))
         self._layers = [
-            DecoderLayer(config, layer_parameters(weight_map, params, layer), layer)
-            for layer in range(config.num_layers)
+            DecoderLayer(config, {name: params[rollout] for name, rollout in names.items()}, layer)
+            for layer, names in enumerate(by_layer)
         ]
         frequencies, by_window = inverse_frequencies(config), window_frequencies(config)
         full = RotaryTable(config, frequencies, attention_factor(config), max_length, head.device)

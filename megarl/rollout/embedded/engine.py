@@ -56,7 +56,6 @@ class WeightStore(ShardWeights):
     """Parameters whose memory is freed while the engine sleeps.
 
     Args:
-        params: names and shapes, from :meth:`megarl.models.WeightMap.rollout_params`.
         dtype: dtype of the parameters; slices of another dtype are converted.
         float32: whether the parameter of a Hugging Face name is float32 instead
             (:meth:`megarl.models.WeightMap.is_float32`).
@@ -83,14 +82,9 @@ class WeightStore(ShardWeights):
         """None: matrices arrive in their own memory."""
         return 0
 
-    @property
-    def allocated(self) -> bool:
-        """Whether the parameters have memory."""
-        return bool(self.tensors)
-
     def allocate(self) -> None:
         """Allocate all parameters, filled with zeros; a no-op if they are allocated."""
-        if not self.allocated:
+        if not self.tensors:
             self.tensors = {
                 name: torch.zeros(shape, dtype=self._dtypes.get(name, self.dtype), device=self._device)
                 for name, shape in self.shapes.items()
@@ -114,7 +108,7 @@ class WeightStore(ShardWeights):
 
     def begin(self, version: int) -> None:
         """Begin an update of the parameters, which must have memory."""
-        if not self.allocated:
+        if not self.tensors:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
         super().begin(version)
 
@@ -167,7 +161,7 @@ class EmbeddedEngine(RolloutEngine):
 
     Args:
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
-        decode: decodes tokens to text, for stop strings; None = requests with stop strings are refused.
+        decode: decodes tokens to text; None = requests with stop strings are refused.
 
     Raises:
         ConfigError: the engine does not support an option.
@@ -326,7 +320,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def _new_batcher(self, decoder: TransformerDecoder, cache: KVCache) -> ContinuousBatcher:
         lanes = self.options.max_num_seqs
-        rules = StopRules(lanes, self._eos, self.config.vocab_size, self._decode or _no_text, self._device)
+        rules = StopRules(lanes, self._eos, self.config.vocab_size, self._decode, self._device)
         experts = self.config.experts if self.options.return_routes else None
         routes = None if experts is None else RouteTable(experts, lanes, self._device)
         sampler = Sampler(lanes, self._device)
@@ -356,11 +350,7 @@ class EmbeddedEngine(RolloutEngine):
 
 
 def check_model(config: ModelConfig) -> None:
-    """Check that the forward pass computes with every parameter of the model.
-
-    Raises:
-        ModelError: a custom family declares other parameters.
-    """
+    """Check that the forward pass computes with every parameter; ModelError if a custom family declares others."""
     weight_map = WeightMap(config)
     names = {name for layer in range(config.num_layers) for name in weight_map.layer_rollout_names(layer)}
     unknown = sorted(names - KNOWN_PARAMETERS)
@@ -378,7 +368,3 @@ def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     options = replace(options, eos_token_ids=options.end_tokens(model_path))
     has_tokenizer = Path(model_path, "tokenizer_config.json").is_file()
     return EmbeddedEngine(read_model_config(model_path), options, load_decode(model_path) if has_tokenizer else None)
-
-
-def _no_text(ids: Sequence[int]) -> str:
-    raise AssertionError("requests with stop strings are refused without a tokenizer")

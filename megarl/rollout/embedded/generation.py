@@ -214,9 +214,6 @@ class ContinuousBatcher:
         self._ended: list[FinishedRequest] = []
         self._is_sorted = False  # slots by length, longest first
 
-    def __len__(self) -> int:
-        return len(self._queue) + len(self._lanes)
-
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests to the end of the queue."""
         self._queue.add([((*request.prompt_ids, *request.prior_ids), request) for request in requests])

@@ -88,14 +88,10 @@ class DeltaStates:
             part[first : first + count] = saved
 
     def prompts(self, layer: int, tokens: TokenInputs, plan: ChunkPlan, first: int, continues: bool) -> Tensor:
-        """Compute the delta rule over prompts, each in its own slot, and set the states.
+        """Compute the delta rule over prompts, in slots from ``first`` on, and set the states; see ``Attention.recur``.
 
         Args:
-            first: slot of the first prompt.
             continues: the slots hold the states of a prefix; otherwise the prompts begin here.
-
-        Returns:
-            ``[tokens, value heads, value_dim]`` float32.
         """
         number, slots = self._index[layer], slice(first, first + len(plan.order))
         inputs, matrices = self._inputs[number][slots], self._matrices[number][slots]
@@ -130,7 +126,7 @@ class KVCache:
     """
 
     def __init__(self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._multiple = WIDTH_MULTIPLE[device.type]
+        self.device, self.dtype, self._multiple = device, dtype, WIDTH_MULTIPLE[device.type]
         self.slots, self.length, self.width = slots, length, min(self._multiple, length)
         self.window, self.scale = config.window, softmax_scale(config)
         latent = config.latent
@@ -148,16 +144,6 @@ class KVCache:
         self._index = {layer: number for number, layer in enumerate(layers)}
         self._keys, self._values = allocate(len(layers)), allocate(len(layers) if latent is None else 0)
         self.delta = None if config.linear is None else DeltaStates(config, slots, dtype, device)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the cache."""
-        return self._keys[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the cache."""
-        return self._keys[0].dtype
 
     @property
     def is_read_in_parts(self) -> bool:

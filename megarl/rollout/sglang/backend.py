@@ -10,7 +10,6 @@ import math
 import threading
 import time
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
-from dataclasses import dataclass
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
@@ -24,10 +23,8 @@ from megarl.rollout.sglang.options import ROUTES_ARGUMENT
 _T = TypeVar("_T")
 CLOSE_S = 10.0
 """Seconds for connections to close."""
-
 WATCH_S = 0.5
 """Seconds between checks that SGLang still runs, during a wait."""
-
 NAN_STOP = "NaN happened"
 """Stop string that SGLang reports for a response it ended because of NaN logits."""
 
@@ -220,8 +217,7 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
     return payload
 
 
-@dataclass(frozen=True)
-class ResponseContext:
+class ResponseContext(NamedTuple):
     """State of the engine that is needed to parse a response."""
 
     eos: frozenset[int]

@@ -51,10 +51,8 @@ from megarl.sharding.sglang_loader import VOCAB_MULTIPLE, SGLangShard
 
 ABORT_AGAIN_S = 0.05
 """Seconds between attempts to abort a request, which SGLang may not have received yet."""
-
 IDLE_S = 30.0
 """Seconds for SGLang to become idle after its last response."""
-
 _FIRST_NUMBER = itertools.count()
 
 
@@ -80,6 +78,8 @@ class SGLangEngine(RolloutEngine):
         ModelError: SGLang does not support the model.
         RolloutError: SGLang does not start.
     """
+
+    options: SGLangOptions
 
     def __init__(self, config: ModelConfig, folder: str, options: SGLangOptions) -> None:
         if options.mode not in MODES:
@@ -200,7 +200,6 @@ class SGLangEngine(RolloutEngine):
 
     @property
     def receiver(self) -> WeightSession:
-        """The receivers of the ranks run in SGLang's ranks."""
         return self._session
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
@@ -223,15 +222,12 @@ class SGLangEngine(RolloutEngine):
         self.asleep -= chosen
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """Computed in SGLang's ranks."""
         return self._session.checksum(rank)
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """Computed in SGLang's ranks, all at once."""
         return self._session.rectangle_checksums(rectangles)
 
     def fingerprint(self) -> tuple[str, ...]:
-        """Computed by SGLang's weight checker, in versions with one."""
         return self._session.fingerprint()
 
     def shutdown(self) -> None:
@@ -361,7 +357,7 @@ def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: Reques
 
 def _check_divides(config: ModelConfig, tp: int) -> None:
     try:
-        SGLangShard(config, tp, 0).params()
+        SGLangShard(config, tp, 0).params  # noqa: B018 -- computed at the first access
     except ValueError as error:
         raise ConfigError(f"rollout.tensor_model_parallel_size={tp}: {error}", code="layout.engine-ranks") from None
 

@@ -95,11 +95,7 @@ class HttpBackend:
         return list((await self.server_info()).get("custom_weight_loader") or [])
 
     async def server_info(self) -> Mapping[str, Any]:
-        """Return the server's arguments and state.
-
-        Raises:
-            RolloutError: the server does not return them.
-        """
+        """Return the server's arguments and state; a RolloutError if it does not report them."""
         status, body = await self.send("GET", "/server_info")
         if status != 200 or not isinstance(body, dict):
             raise RolloutError(
@@ -136,7 +132,6 @@ class HttpBackend:
             kill_process_tree(self._process, _KILL_S)
 
     async def disconnect(self) -> None:
-        """Close connections."""
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -251,7 +246,9 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
             server.close()
             loop.call(server.disconnect(), CLOSE_S, "closing connections")
             if isinstance(error, RolloutError):
-                raise RolloutError(f"{error.text}\n{_tail(log, start)}", code=error.code) from None
+                log.seek(start)
+                output = log.read().decode(errors="replace")[-LOG_TAIL:]
+                raise RolloutError(f"{error.text}\n{output}", code=error.code) from None
             raise
     return server
 
@@ -302,11 +299,6 @@ def _output() -> IO[bytes]:
     """Open the file for the server's output: this process's log file, if any."""
     path = output_log(1)
     return Path(path).open("a+b") if path else tempfile.TemporaryFile()
-
-
-def _tail(log: IO[bytes], start: int) -> str:
-    log.seek(start)
-    return log.read().decode(errors="replace")[-LOG_TAIL:]
 
 
 def main() -> None:

@@ -96,7 +96,7 @@ class InProcessBackend:
         return f"one of its processes ended ({', '.join([*ranks, running])})"
 
     async def disconnect(self) -> None:
-        """Do nothing: there are no connections to close."""
+        return
 
     def close(self) -> None:
         if self._closed:
@@ -111,9 +111,7 @@ class InProcessBackend:
 
 
 class FollowerNode:
-    """The ranks of an SGLang on another node than its front end; they follow the scheduler of the first node.
-
-    They end with this process.
+    """The ranks of an SGLang on another node than its front end; they end with this process.
 
     Raises:
         RolloutError: SGLang does not start, or this process has an SGLang engine already.

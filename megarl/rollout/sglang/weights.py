@@ -39,11 +39,8 @@ from megarl.sharding.sglang_loader import LOST, Reply, SGLangShard, set_socket_o
 
 UNKNOWN_ACTION = "Unsupported"
 """Message of SGLang's weight checker in early versions without checksums."""
-
 LOADER_CALL = "update_weights_from_tensor"
 """Control call with which SGLang runs the loader in its ranks."""
-
-
 LOOK_S = 0.2
 """Seconds between checks that SGLang's call has not ended, while its ranks connect."""
 
@@ -78,11 +75,10 @@ class WeightSession(ReplicaReceiver):
         self._backend, self._loop, self._watch, self._check_idle = backend, loop, watch, check_idle
         self.version = NO_VERSION
         self._tp = options.tensor_parallel_size
-        self._sessions = loop.call(
-            backend.has("begin_weight_update"), options.call_timeout_s, "reading its control calls"
-        )
-        self._checks = loop.call(backend.has("check_weights"), options.call_timeout_s, "reading its control calls")
-        if LOADER not in loop.call(backend.loaders(), options.call_timeout_s, "reading its weight loaders"):
+        limit_s, reading = options.call_timeout_s, "reading its control calls"
+        self._sessions = loop.call(backend.has("begin_weight_update"), limit_s, reading)
+        self._checks = loop.call(backend.has("check_weights"), limit_s, reading)
+        if LOADER not in loop.call(backend.loaders(), limit_s, "reading its weight loaders"):
             raise ConfigError(
                 "the SGLang server was started without megarl's weight loader: start it with --custom-weight-loader "
                 f"{LOADER}, and with megarl installed there",
@@ -103,11 +99,7 @@ class WeightSession(ReplicaReceiver):
         self.locations = [ProcessLocation(node, device, tuple(visible)) for node, device, visible in places]
 
     def load_folder(self, path: str, version: int) -> None:
-        """Load all weights from a Hugging Face folder, which SGLang's ranks read.
-
-        Raises:
-            ModelError: SGLang refuses the folder, or holds its weights in FP8, which the folder does not have.
-        """
+        """Load all weights from a Hugging Face folder, which SGLang's ranks read; ModelError if SGLang cannot."""
         self._drop_weights(version)
         if self._shards[0].quantized:
             raise ModelError(
@@ -127,7 +119,6 @@ class WeightSession(ReplicaReceiver):
         self.version = version
 
     def connect(self, specs: Sequence[ReceiverSpec]) -> None:
-        """Create the receivers in SGLang's ranks; see :meth:`ReplicaReceiver.connect`."""
         self._query("connect", [(spec,) for spec in specs])
         self._transfer = None
         self._ranks = [spec.plan.rank for spec in specs]
@@ -173,7 +164,6 @@ class WeightSession(ReplicaReceiver):
         self.version = version
 
     def _drop_weights(self, version: int) -> None:
-        """Drop the weights, for others of ``version``."""
         check_version(version)
         self._check_idle()
         self.abandon()

@@ -91,8 +91,7 @@ class TransportOptions(NamedTuple):
     """Options of every transport.
 
     Attributes:
-        receive_bytes: maximum bytes of a bucket that this process receives over the transport.
-        rendezvous: membership of the process group, for transports with one.
+        receive_bytes: maximum bytes of a bucket that this process receives.
         timeout_s: seconds without an answer until a peer counts as lost.
     """
 
@@ -151,11 +150,7 @@ class Transport(Protocol):
 
 
 def create_transport(name: str, options: TransportOptions) -> Transport:
-    """Create a transport for this process.
-
-    Raises:
-        ConfigError: the name is unknown; lists the known names.
-    """
+    """Create a transport for this process; ConfigError for an unknown name."""
     return TRANSPORT_CLASSES[name](options)
 
 
@@ -306,27 +301,22 @@ class DeviceBuffer:
 
 
 class BufferPool:
-    """Buffers of one size, allocated on first use and then reused.
+    """At most :data:`BUFFERS` buffers of one size, allocated on first use and then reused.
 
     Allocating shared memory costs more than filling it, since the kernel clears every page.
     """
 
-    def __init__(self, allocate: Callable[[int], Buffer], size: int, count: int = BUFFERS) -> None:
-        self.size = size
-        self._allocate, self._count = allocate, count
+    def __init__(self, allocate: Callable[[int], Buffer], size: int) -> None:
+        self.size, self._allocate = size, allocate
         self._idle: list[Buffer] = []
         self._lent: list[Buffer] = []
         self.peak_bytes = 0
 
     def take(self) -> Buffer:
-        """Return an unused buffer.
-
-        Raises:
-            WeightSyncError: all buffers are in use, or memory is exhausted.
-        """
+        """Return an unused buffer; WeightSyncError if all are in use, or memory is exhausted."""
         if not self._idle:
-            if len(self._lent) == self._count:
-                raise WeightSyncError(f"all {self._count} weight buffers are in use", code="sync.buffers-in-use")
+            if len(self._lent) == BUFFERS:
+                raise WeightSyncError(f"all {BUFFERS} weight buffers are in use", code="sync.buffers-in-use")
             self._idle.append(self._allocate(self.size))
         buffer = self._idle.pop()
         self._lent.append(buffer)
