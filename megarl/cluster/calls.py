@@ -267,12 +267,7 @@ class RankHandle:
     info: WorkerInfo
 
     async def call(self, verb: str, *args: Any) -> Any:
-        """Run a verb from a coroutine, see :meth:`submit`.
-
-        Raises:
-            WorkerFailed: the verb raised, or the process died.
-            AttributeError: the worker has no such verb.
-        """
+        """Run a verb from a coroutine, see :meth:`submit`; WorkerFailed if it raises or the process dies."""
         ref = self._start(verb, args)
         try:
             return await ref
@@ -280,11 +275,7 @@ class RankHandle:
             raise worker_failure(self._call(ref, verb), error) from error
 
     def submit(self, verb: str, *args: Any) -> WorkerCall:
-        """Start a verb: a ``RANK`` verb concurrently with others, any other verb after the earlier ones.
-
-        Raises:
-            AttributeError: the worker has no such verb.
-        """
+        """Start a verb: a ``RANK`` verb concurrently with others, any other verb after the earlier ones."""
         return self._call(self._start(verb, args), verb)
 
     def _start(self, verb: str, args: Sequence[Any]) -> ray.ObjectRef:
@@ -310,7 +301,7 @@ def wait_all(pending: Iterable[PendingCall], on_end: Callable[[int], None] | Non
         on_end: called with the number of a call as soon as all its processes have returned.
 
     Raises:
-        WorkerFailed, WorkerError: see :meth:`PendingCall.result`.
+        WorkerFailed: see :meth:`PendingCall.result`.
     """
     pending = list(pending)
     running = [len(call.calls) for call in pending]

@@ -193,11 +193,7 @@ class RaySession:
         )
 
     def place(self, pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:
-        """Check and reserve pools, by name; the session releases them when it ends.
-
-        Raises:
-            ResourceError: see :func:`megarl.cluster.resources.place_pools`.
-        """
+        """Check and reserve pools by :func:`~.resources.place_pools`; the session releases them when it ends."""
         placed = place_pools(pools, timeout_s, self.logs)
         self._pools += placed.values()
         return placed
