@@ -35,10 +35,7 @@ from megarl.cluster.ray_internals import loopback_only, read_authentication
 from megarl.cluster.reaper import ClusterToken
 
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Environment variable: with ``0``, Ray's processes do not replace 127.0.0.1 by an address that other machines reach.
-
-The switch exists for machines whose firewall prompts the user.
-"""
+"""Environment variable: with ``0``, Ray's processes do not replace 127.0.0.1 by an address for other machines."""
 _NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 """Ray's setting without records of each call, which only its dashboard shows.
 

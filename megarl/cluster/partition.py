@@ -92,7 +92,7 @@ class Partition:
         return parts
 
     def collect(self, results: Sequence[Any]) -> Any:
-        """Join the results of the ranks in the row order of the batch.
+        """Join the ranks' results in the batch's row order.
 
         Args:
             results: by rank: a ``DataProto`` with ``n`` consecutive rows per row of its part, in the part's order; or a
@@ -138,7 +138,7 @@ class Partition:
         return tokens.tolist(), (work / work.mean()).tolist()
 
     def imbalance(self, costs: Sequence[float]) -> float:
-        """Return the work of the busiest rank of each mini-batch, over the mean work of the ranks."""
+        """Return the busiest rank's work in each mini-batch, over the ranks' mean work."""
         work = np.array([[sum(costs[row] for row in rows) for rows in ranks] for ranks in self.mini_batches])
         return float(work.max(axis=1).sum() / work.mean(axis=1).sum())
 
@@ -255,7 +255,7 @@ def partition_costs(
         costs: work per row.
         mini_batch_rows: rows per global mini-batch; consecutive rows of the batch, independent of ``dp``. Every rank
             gets a share of each, mini-batch after mini-batch. None: no mini-batches.
-        equal: every rank must get the same number of rows of each mini-batch. Otherwise counts may differ. With fewer
+        equal: every rank must get equally many rows of each mini-batch. Otherwise counts may differ. With fewer
             rows than ranks, the remaining ranks get a copy of row 0, so that no rank misses a collective call.
 
     Raises:
@@ -286,7 +286,7 @@ def seqlen_metrics(lengths: Sequence[int], costs: Sequence[float], partition: Pa
     Returns:
         ``global_seqlen/min``, ``max`` and ``minmax_diff``: tokens per DP rank if the rows were split in the caller's
         order into equal counts. ``balanced_min`` and ``balanced_max``: the same under ``partition``. ``mean``.
-        ``imbalance`` and ``balanced_imbalance``: work of the busiest rank of each mini-batch over the mean work, the
+        ``imbalance`` and ``balanced_imbalance``: the busiest rank's work in each mini-batch over the mean work, the
         slowdown of the update against perfect balance.
     """
     size, dp = partition.mini_batch_rows or len(lengths), len(partition.rows)

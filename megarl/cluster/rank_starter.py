@@ -1,4 +1,4 @@
-"""The start of a worker group's processes and of their workers."""
+"""The start of a worker group's processes and their workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The token of a local Ray, and the reaper: a process that reports the end of a killed driver and ends its Ray.
+"""The token of a local Ray, and the reaper: a process that ends the Ray of a killed driver.
 
 Ray's agents poll for their raylet and live for up to a minute after it. The reaper waits for the end of a pipe that the
 driver holds, so it notices any death of the driver at once. It recognizes the processes of its Ray by its own process
@@ -115,7 +115,7 @@ def session_folders(token_file: Path) -> list[Path]:
 
 
 def delete_files(token_file: Path) -> None:
-    """Delete the folder of a token, and the session folders of its Ray that no process names in its command line."""
+    """Delete a token's folder, and its Ray's session folders that no process names in its command line."""
     folders = session_folders(token_file)
     commands = "\n".join(map(command_line, all_processes())) if folders else ""
     for folder in folders:

@@ -31,7 +31,7 @@ class ResourcePool:
 
     Attributes:
         device: ``cpu`` (one device is one CPU slot) or ``cuda`` (one device is one GPU).
-        devices_per_node: number of devices on each node of the pool, such as ``(8, 8)`` for two nodes of eight. Each
+        devices_per_node: devices on each node, such as ``(8, 8)`` for two nodes of eight. Each
             entry is a group of devices that are reserved together; two groups may be on one node.
         required: groups that must be reserved at the start, others may follow during the run; None = all.
 
@@ -158,7 +158,7 @@ class PlacedPool:
         return joined
 
     def device_of(self, rank: int) -> int:
-        """Return the device of a rank of a role."""
+        """Return the device of a role's rank."""
         return rank % len(self._bundles)
 
     def local_rank(self, rank: int) -> int:

@@ -61,7 +61,7 @@ if os.environ.get("RAY_RAYLET_PID") == str(os.getpid()):  # see megarl.cluster
 
 
 def local_store_bytes(needed: int) -> int:
-    """Return the size of the object store of a Ray that starts here: ``needed`` bytes, within this machine's limits."""
+    """Return the object store's size for a Ray that starts here: ``needed`` bytes, within this machine's limits."""
     limits = [int(STORE_SHARE * psutil.virtual_memory().total)]
     with contextlib.suppress(OSError):  # not Linux
         limits.append(int(SHARED_MEMORY_SHARE * shutil.disk_usage("/dev/shm").free))
@@ -85,7 +85,7 @@ class RaySession:
         dashboard: whether a started Ray has its dashboard, for this machine only.
 
     Attributes:
-        dashboard_url: address of the dashboard of a started Ray; empty without one.
+        dashboard_url: dashboard address of a started Ray; empty without one.
         token_file: file with the token of a started Ray, which its clients and dashboard need; empty in a joined
             cluster, whose authentication the user's environment sets.
 
@@ -293,7 +293,7 @@ def _exit_without_ray(code: int) -> None:
 
 
 def _copy_logs(sessions: Sequence[Path], target: Path, everything: bool) -> None:
-    """Copy the logs of Ray's sessions, or only the profiles of Nsight Systems; with the modes of the run's files."""
+    """Copy the logs of Ray's sessions, or only Nsight Systems' profiles; with the modes of the run's files."""
     for session in sessions:
         logs = session / "logs"
         with contextlib.suppress(OSError):  # a full disk

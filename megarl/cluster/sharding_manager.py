@@ -32,7 +32,7 @@ class SyncOptions(NamedTuple):
         verify_freq: compare checksums at the first sync and at every ``verify_freq``-th one after it; 0 = never.
         free_engine: engines free their memory for the trainer while they are idle.
         sleepers: ranks of the engines that do so, since they share devices with the trainer; None = all.
-        timeout_s: maximum seconds of each stage of a sync; None = no limit.
+        timeout_s: maximum seconds of a sync stage; None = no limit.
         answer_s: maximum seconds for a replica to interrupt or continue its requests; None = ``timeout_s``.
     """
 

@@ -41,19 +41,19 @@ class WorkerGroup:
 
     The constructor returns at once, so that several groups start concurrently; the first call, or :func:`wait_ready`,
     waits for the start. Call a verb of the worker class as a method of the group; it blocks. :meth:`submit` does not
-    block. After a failure the group refuses further calls. A verb must not have the name of a public member of this
-    class. The classes of :mod:`megarl.cluster.role_groups` declare the verbs of each role for type checkers. Methods
+    block. After a failure the group refuses further calls. A verb must not have the name of a public
+    member. The classes of :mod:`megarl.cluster.role_groups` declare the verbs of each role for type checkers. Methods
     that start a verb raise the errors of :meth:`submit`.
 
     Args:
         worker_cls: a plain class, preferably as ``"package.module.Class"`` so that the driver need not import it. Every
             rank builds it as ``worker_cls(place, **worker_kwargs)`` with its ``WorkerPlace``.
         worker_kwargs: the remaining constructor arguments, equal on all ranks.
-        layout: parallel sizes; gives the number of ranks and the owners of results.
+        layout: parallel sizes; gives the number of ranks and the result owners.
         pool: devices of the processes, shared with other roles. With one device per process, rank ``r`` is on device
             ``r % devices``.
         budgets: micro-batch budget of each verb that has one, for partition balancing.
-        devices_per_process: number of neighbouring devices of each process. The process sees those GPUs only.
+        devices_per_process: neighbouring devices per process. The process sees those GPUs only.
         first_devices: first device of each process; None = processes have the devices one after another.
         threads: number of ``RANK`` verbs that each process runs at the same time, next to other verbs; 0 = the worker
             has none.
@@ -429,7 +429,7 @@ def wait_ready(
     """Wait until the processes of all groups have built their workers.
 
     Args:
-        progress: called with the number of built workers, and of all.
+        progress: called with the numbers of built and all workers.
 
     Raises:
         WorkerFailed: the first failure, with role and rank.

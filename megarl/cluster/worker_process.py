@@ -53,7 +53,7 @@ class RemoteFailure(Exception):
     """An exception of a worker, in a form that every process can unpickle; created with positional arguments.
 
     Attributes:
-        code: code of an error of megarl; empty = another exception.
+        code: code of a megarl error; empty = another exception.
         lost: whether the worker is unusable from now on.
         log: path of the worker's log file; empty if unknown.
         last_lines: last lines of that file before the exception.
@@ -176,7 +176,7 @@ class WorkerProcess:
     ) -> tuple[BusyResult, Chunk | None]:
         """Run a ``SPLIT`` verb like :meth:`call`, and measure the seconds that this process was busy.
 
-        Token values of arguments come out of Ray's object store, and those of the result stay there.
+        The arguments' token values come out of Ray's object store, and the result's stay there.
 
         Returns:
             The result without its token values, and these values: two Ray objects.

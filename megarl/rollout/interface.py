@@ -425,11 +425,11 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """Return a digest of each of a rank's parameters, by :func:`megarl.models.checksum.tensor_checksum`."""
+        """Return the digests of a rank's parameters, by :func:`megarl.models.checksum.tensor_checksum`."""
 
     @abc.abstractmethod
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """Return the checksums of parts of each rank's parameters, computed there; of quantized ones, as they arrived.
+        """Return checksums of each rank's parameters in parts, computed there; of quantized ones, as they arrived.
 
         Args:
             rectangles: parts by tensor-parallel rank.

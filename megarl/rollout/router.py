@@ -81,7 +81,7 @@ class RouterStats:
 
 
 class _RequestSpans:
-    """Timeline of requests at replicas, if one records: a span per request, counters of busy slots and of the queue."""
+    """Timeline of requests at replicas, if one records: a span per request, counters of running and waiting ones."""
 
     def __init__(self) -> None:
         self._started: dict[tuple[int, str], tuple[int, int]] = {}

@@ -1,4 +1,4 @@
-"""Options of a rollout engine from the rollout section of the config, and SGLang's share of a GPU.
+"""A rollout engine's options from the config's rollout section, and SGLang's share of a GPU.
 
 SGLang measures the free memory when it starts. Its weights and KV cache take the fraction ``mem_fraction_static``; the
 rest is for its CUDA graphs and activations. At that time training roles lack Adam's state and the buffers of their
@@ -136,7 +136,7 @@ def default_fraction(device_bytes: int, tp: int) -> float:
 
 
 def shared_fraction(devices: Sequence[FreeMemory], pending: int, *, keeps_memory: bool) -> float:
-    """Return ``mem_fraction_static`` of an engine on the devices of training roles.
+    """Return ``mem_fraction_static`` for an engine on the training roles' devices.
 
     Args:
         devices: memory of each rank's device, without the engine.

@@ -253,7 +253,7 @@ class TransferUsage(NamedTuple):
 
 
 def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:
-    """Yield the plan of each of ``ranks`` training ranks, also of those that send nothing."""
+    """Yield the plans of ``ranks`` training ranks, also if they send nothing."""
     source, bucket = plan.source.ravel(), plan.bucket.ravel()
     order = np.argsort(source, kind="stable")
     bounds = np.searchsorted(source[order], np.arange(ranks + 1))

@@ -99,7 +99,7 @@ class IncomingMatrices:
             )
 
     def checksum(self, part: ParamRectangle) -> int:
-        """Return the checksum of a part of a matrix before its quantization; WeightSyncError if it did not arrive."""
+        """Return a matrix part's checksum before its quantization; WeightSyncError if it did not arrive."""
         key = (part.name, tuple(part.at), part.dtype)
         if key not in self._checksums:
             raise WeightSyncError(

@@ -177,7 +177,7 @@ class ShardWeights:
         self.version = version
 
     def rectangle_checksum(self, part: ParamRectangle, *, convert: bool = False) -> int:
-        """Return the checksum of a part of a parameter as it was sent; of a quantized one, as it arrived.
+        """Return a parameter part's checksum as it was sent; of a quantized one, as it arrived.
 
         Args:
             convert: see :meth:`megarl.models.checksum.ParamRectangle.checksum`.

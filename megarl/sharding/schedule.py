@@ -1,4 +1,4 @@
-"""Scheduling of transfers: the sending rank of each, and the bucket of each.
+"""Scheduling of transfers: the sending rank and the bucket of each.
 
 :func:`choose_sources` picks the nearest holder and balances the bytes among equally near ones. :func:`schedule_buckets`
 spreads the traffic of every pair of ranks evenly over the buckets and keeps every rank below the bucket size.
@@ -178,8 +178,8 @@ def schedule_buckets(
         destination: ``[transfers]``, rollout rank; ascending.
         nbytes: ``[transfers]``, each at most ``bucket_bytes``.
         bucket_bytes: maximum bytes that a rank sends, and that a rank receives, in one bucket.
-        together: all pairs of ranks go through their transfers, which have the order of the layers, at the same time,
-            so that the parts of a matrix arrive soon after each other; otherwise each pair starts at its own point,
+        together: all pairs of ranks go through their transfers, which have layer order, at the same time, so that a
+            matrix's parts arrive soon after each other; otherwise each pair starts at its own point,
             which fills the buckets more evenly.
 
     Returns:

@@ -66,7 +66,7 @@ UNUSED_SCALES = (".k_scale", ".v_scale")
 
 @dataclass(frozen=True)
 class SGLangShard:
-    """The part of a model in one of SGLang's ranks; can be sent to its process.
+    """A model's shard in one of SGLang's ranks; can be sent to its process.
 
     Names, shapes and places of parameters follow from the attributes, and are computed once: large models have many.
     SGLang's tensors are looked up at each use, because it may free or replace them between weight syncs.
@@ -115,7 +115,7 @@ class SGLangShard:
         return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
 
     def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
-        """Return views of codes and scales of the rank's quantized matrices; see :meth:`QuantizedViews.check`."""
+        """Return views of the quantized matrices' codes and scales; see :meth:`QuantizedViews.check`."""
         held, fused = {name: param.data for name, param in model.named_parameters()}, _fused_latents(views)
         scales = {}
         for name in self._quantized(views):
@@ -128,7 +128,7 @@ class SGLangShard:
         return result
 
     def clear_padding(self, model: torch.nn.Module) -> None:
-        """Fill the vocabulary padding of the rank, and parameters of other ranks, with zeros."""
+        """Fill the rank's vocabulary padding, and other ranks' parameters, with zeros."""
         held = dict(model.named_parameters())
         for name, place in self._places.items():
             if name in VOCAB_PARAMS:
@@ -313,7 +313,7 @@ class RankLoader:
         return {name: tensor_checksum(tensor) for name, tensor in self._views(model).items()}
 
     def sums(self, model: torch.nn.Module, rectangles: Sequence[ParamRectangle]) -> list[int]:
-        """Return checksums of parts of parameters, computed on this rank's device."""
+        """Return checksums of parameter parts, computed on this rank's device."""
         self._weights.tensors = self._views(model)
         # A sent value converts to float32 and back without a change.
         return [self._weights.rectangle_checksum(r, convert=r.name.endswith(ALWAYS_FLOAT32)) for r in rectangles]

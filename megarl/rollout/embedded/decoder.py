@@ -93,7 +93,7 @@ class PlainHeads:
 
 
 class LatentHeads:
-    """Queries and keys of multi-head latent attention (https://arxiv.org/abs/2405.04434) in the space of the latent.
+    """Queries and keys of multi-head latent attention (https://arxiv.org/abs/2405.04434) in the latent space.
 
     The projection from the latent to the heads' keys is applied to the queries instead, and that to the values after
     the attention. So all heads share one key: the latent and the rotated part. Its first elements, the latent, are the
@@ -402,5 +402,5 @@ class TransformerDecoder:
         return x if outputs is None or routes is None else x[outputs]
 
     def logits(self, hidden: Tensor) -> Tensor:
-        """Return float32 logits ``[rows, vocab_size]`` of rows of :meth:`hidden`."""
+        """Return float32 logits ``[rows, vocab_size]`` for rows of :meth:`hidden`."""
         return F.linear(self._final_norm(hidden), self._head).float()

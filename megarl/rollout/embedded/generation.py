@@ -39,7 +39,7 @@ class PromptGroup(Generic[Member]):
 
 
 class RequestQueue(Generic[Member]):
-    """Waiting requests, grouped by prompt, in order of arrival of their prompts.
+    """Waiting requests, grouped by prompt, in arrival order of the prompts.
 
     Attributes:
         prefix_length: number of first tokens shared by all prompts since the queue was last empty.
@@ -137,7 +137,7 @@ class FinishedRequest(NamedTuple):
 
 
 class RouteTable:
-    """Records the experts of each token, by lane of the running request and position."""
+    """Records each token's experts, by the request's lane and the position."""
 
     def __init__(self, experts: Experts, lanes: int, device: torch.device) -> None:
         self._shape, self._device = (sum(experts.layers), experts.per_token), device

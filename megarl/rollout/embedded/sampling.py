@@ -220,7 +220,7 @@ class StopRules:
         Args:
             lanes: ``[rows]``, lane of each row's request.
             responses: ``[all lanes, longest]``, generated tokens.
-            counts: ``[rows]``, number of tokens of each row's request.
+            counts: ``[rows]``, tokens of each row's request.
         """
         stopped = self._stops[self._set[lanes], responses[lanes, counts - 1]]
         if self._texts:

@@ -381,7 +381,7 @@ class RankRendezvous:
     hosts a store that listens on all interfaces.
 
     Attributes:
-        variables: environment variables of SGLang's processes, which make all its ranks clients of the store.
+        variables: environment variables of SGLang's processes, which make all ranks clients of the store.
         arguments: fields of ``ServerArgs``.
     """
 

@@ -192,12 +192,12 @@ class WeightSession(ReplicaReceiver):
         return watched_result(self._loop.start(self._backend.call(method, **fields)), self._watch(method))
 
     def checksum(self, rank: int) -> dict[str, str]:
-        """Return the digest of each parameter of one rank."""
+        """Return the digests of a rank's parameters."""
         digests: dict[str, str] = self._query("checksum", [()] * self._tp)[rank]
         return digests
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """Return checksums of parts of the parameters, computed in all ranks at once."""
+        """Return checksums of parameter parts, computed in all ranks at once."""
         return self._query("sums", [(parts,) for parts in rectangles])
 
     def fingerprint(self) -> tuple[str, ...]:
@@ -325,7 +325,7 @@ class CommandChannel:
         return bool(self._ranks)
 
     def invite(self, ranks: int) -> list[bytes]:
-        """Return the arguments of a call of the loader, by rank; with them the ranks connect."""
+        """Return the arguments of a loader call, by rank; with them the ranks connect."""
         self.hang_up()
         calls = [{**self.to, "call_id": self._call_id, "rank": rank} for rank in range(ranks)]
         return [pickle.dumps([(json.dumps(call), torch.empty(0, dtype=torch.uint8))]) for call in calls]

@@ -11,7 +11,7 @@ import mmap
 import os
 import uuid
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
-from typing import Any, Literal, NamedTuple, Protocol
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -34,16 +34,6 @@ TRANSPORT_CLASSES: Registry[Callable[[TransportOptions], Transport]] = Registry(
 )
 register_transport = TRANSPORT_CLASSES.register
 """Class decorator that adds a transport under a name in the config."""
-
-
-class Buffer(Protocol):
-    """Memory for the messages of a bucket."""
-
-    data: Tensor
-    """Flat bytes."""
-
-    def close(self) -> None:
-        """Free the memory."""
 
 
 class BufferSlice(NamedTuple):
@@ -155,7 +145,7 @@ def create_transport(name: str, options: TransportOptions) -> Transport:
 
 
 class StoreAddress(NamedTuple):
-    """Address of the TCP store where both sides of a process group meet.
+    """Address of the TCP store where a process group's sides meet.
 
     Attributes:
         timeout_s: seconds without an answer until a peer counts as lost.
@@ -167,7 +157,7 @@ class StoreAddress(NamedTuple):
 
 
 class PeerTransports:
-    """The transports of one process, and the transport to each of its peers."""
+    """A process's transports, and the one to each peer."""
 
     def __init__(self, names: Mapping[int, str], options: TransportOptions) -> None:
         self.names = dict(names)
@@ -298,6 +288,10 @@ class DeviceBuffer:
     def close(self) -> None:
         """Free the memory."""
         self.data = torch.empty(0, dtype=torch.uint8)
+
+
+Buffer: TypeAlias = SharedHostBuffer | DeviceBuffer
+"""Memory for the messages of a bucket."""
 
 
 class BufferPool:
