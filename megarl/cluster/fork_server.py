@@ -234,7 +234,8 @@ class _Server:
 
         A client without an answer starts its worker by itself.
         """
-        environment, inherited = request["env"], [self.selector, self.listener, *self.nodes.values()]
+        environment = request["env"]
+        inherited: list[socket.socket | selectors.BaseSelector] = [self.selector, self.listener, *self.nodes.values()]
         if _RAYLET not in environment:
             forked = _is_fork([*inherited, client])
             if forked is False:

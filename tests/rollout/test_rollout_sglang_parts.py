@@ -701,7 +701,7 @@ def test_routes_are_decoded_without_dense_layers():
     assert "return_routed_experts" not in request_payload(REQUEST, "x-1", frozenset({7}), 0)
     routes = np.arange(3 * 3 * 2).reshape(3, 3, 2) % 9
     response = response_of([(5, -1.0)] * 3, routed_experts=encoded(routes))
-    done = parse_completion(request, response, replace(READING, experts=EXPERTS))
+    done = parse_completion(request, response, READING._replace(experts=EXPERTS))
     assert done.routes.dtype == np.int16 and np.array_equal(done.routes, routes[:, 1:])
     assert parse_completion(REQUEST, response, READING).routes is None
 
@@ -717,7 +717,7 @@ def test_routes_are_decoded_without_dense_layers():
 def test_missing_and_impossible_routes_are_errors(routes, code, value):
     response = response_of([(5, -1.0)] * 3, routed_experts=None if routes is None else encoded(routes))
     with raises(code, "request 'r'", value, error=RolloutError):
-        parse_completion(replace(REQUEST, routes_from=1), response, replace(READING, experts=EXPERTS))
+        parse_completion(replace(REQUEST, routes_from=1), response, READING._replace(experts=EXPERTS))
 
 
 def test_routes_are_recorded_if_they_are_returned(monkeypatch, tmp_path):
