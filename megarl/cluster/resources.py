@@ -290,15 +290,12 @@ _POLL_S = 0.5
 def wait_for_nodes(
     names: Sequence[str], device: Literal["auto", "cpu", "cuda"], devices: int, timeout_s: float
 ) -> dict[str, str]:
-    """Wait until the connected cluster has all nodes, each with its devices.
+    """Wait until the connected cluster has all nodes, each with its devices; return their addresses by name.
 
     Args:
         names: names of the nodes, from ``ray start --node-name``.
         device: kind of device to count; ``auto``: none.
         devices: GPUs, or CPU slots, that each node must have.
-
-    Returns:
-        The address of each node.
 
     Raises:
         ResourceError: names the nodes that are missing, or that have too few devices.
