@@ -52,10 +52,15 @@ from megarl.agents.single_turn import SingleTurnLoop  # noqa: E402
 from megarl.agents.tool_agent import ToolLoop  # noqa: E402
 from megarl.agents.tools import PARSERS, Tool, ToolEntry  # noqa: E402
 from megarl.agents.types import ConversationGroup, PlannedSample  # noqa: E402
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup  # noqa: E402
-from megarl.cluster.agent_runners import AgentRunners  # noqa: E402
+from megarl.cluster.agent_runners import (  # noqa: E402
+    AgentRunners,
+    ReplicaProcess,
+    replica_processes,
+)
 from megarl.cluster.fork_server import fork_server  # noqa: E402
-from megarl.cluster.replica_processes import ReplicaProcess, replica_processes  # noqa: E402
+from megarl.cluster.resources import ResourcePool  # noqa: E402
+from megarl.cluster.session import RaySession  # noqa: E402
+from megarl.cluster.worker_group import WorkerGroup  # noqa: E402
 from megarl.config import GenerateConfig  # noqa: E402
 from megarl.config.build import build  # noqa: E402
 from megarl.data.tokenizer_folder import load_tokenizer  # noqa: E402

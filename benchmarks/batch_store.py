@@ -31,9 +31,11 @@ from machine import benchmark_parser, parse_sizes, processor
 from torch import Tensor
 
 from megarl.base.formatting import table_lines
-from megarl.cluster import PlacedPool, RaySession, ResourcePool, WorkerGroup, wait_ready
 from megarl.cluster.fork_server import fork_server
 from megarl.cluster.partition import partition_rows
+from megarl.cluster.resources import PlacedPool, ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb

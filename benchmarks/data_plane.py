@@ -30,8 +30,11 @@ from machine import benchmark_parser, parse_sizes
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
 from megarl.agents.types import FinishedSample, SampleId, Trajectory
 from megarl.base.allocators import keep_freed_memory
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, stored_chunks, wait_ready
+from megarl.cluster import stored_chunks
 from megarl.cluster.fork_server import fork_server
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto, token_counts
 from megarl.data.column_store import ragged_columns

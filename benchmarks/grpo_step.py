@@ -268,7 +268,8 @@ class Megarl:
         from megarl.cluster.sharding_manager import ShardingManager
         from megarl.models import ParallelLayout, WeightMap, read_model_config
         from megarl.rewards import RewardManager, in_driver
-        from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans
+        from megarl.sharding.placement import RolloutLayout, Routes
+        from megarl.sharding.plan import build_plan, replica_plans
 
         self.mix, self.recompute = mix, recompute
         self.processes = Processes(folder, mix, free_port())

@@ -42,15 +42,9 @@ import numpy as np
 from machine import benchmark_parser, parse_sizes, processor
 
 from megarl.models import LocalParam, ParallelLayout, Piece, WeightMap, parse_model_config
-from megarl.sharding import (
-    Placement,
-    ReshardPlan,
-    RolloutLayout,
-    build_plan,
-    check_coverage,
-    receiver_plans,
-    sender_plans,
-)
+from megarl.sharding.placement import Placement, RolloutLayout
+from megarl.sharding.plan import ReshardPlan, build_plan, receiver_plans, sender_plans
+from megarl.sharding.verification import check_coverage
 
 GPUS_PER_NODE, INSIDE, BETWEEN = 8, 450e9, 50e9
 ELEMENT_BYTES, BUCKET_BYTES = 2, 512 * 2**20

@@ -41,7 +41,8 @@ from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, read_model_config
 from megarl.rollout import EngineOptions, create_engine
 from megarl.rollout.registry import engine_vocab_multiple
-from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan
+from megarl.sharding.placement import RolloutLayout, Routes
+from megarl.sharding.plan import ReshardPlan, build_plan
 
 TRAIN = ParallelLayout(tp=2, pp=2)
 DTYPE, ELEMENT_BYTES = "bfloat16", 2
@@ -122,8 +123,7 @@ class TrainingRank:
         import torch
 
         from megarl.sharding.sender import BucketSender, destination_ranks
-        from megarl.sharding.transports import SharedHostBuffer
-        from megarl.sharding.transports.interface import PeerTransports
+        from megarl.sharding.transports.interface import PeerTransports, SharedHostBuffer
 
         torch.set_num_threads(1)
         self.params = WeightMap(config).export_params(TRAIN, rank)
@@ -185,8 +185,8 @@ class Copier:
         """Prepare the plain copy of a byte range of each sender's memory."""
         import torch
 
-        from megarl.sharding.transports.host_memory import SharedMemoryHandle, SharedMemoryTransport
         from megarl.sharding.transports.interface import TransportOptions
+        from megarl.sharding.transports.memory import SharedMemoryHandle, SharedMemoryTransport
 
         transport = SharedMemoryTransport(TransportOptions(torch.device("cpu")))
         handles = {
@@ -383,8 +383,8 @@ def measure(
 ) -> dict[str, float]:
     """Measure one engine and transport: medians of both sides, and the memory of the first sync."""
     from megarl.base.rendezvous import host_store
-    from megarl.sharding import receiver_plans
     from megarl.sharding.placement import current_location
+    from megarl.sharding.plan import receiver_plans
     from megarl.sharding.receiver import ReceiverSpec
     from megarl.sharding.transports.interface import StoreAddress
 

@@ -12,7 +12,8 @@ from pathlib import Path
 from typing import NamedTuple
 
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.sharding import RolloutLayout, TransferOp, build_plan
+from megarl.sharding.placement import RolloutLayout
+from megarl.sharding.plan import TransferOp, build_plan
 
 OUTPUT = Path("docs/images/resharding.svg")
 TRAIN, ROLLOUT = ParallelLayout(tp=2, pp=2), RolloutLayout(tp=4)

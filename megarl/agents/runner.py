@@ -44,8 +44,7 @@ from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import Scorer, ScorerSpec
 from megarl.rewards.tasks import TaskBuilder
 from megarl.rollout.interface import RequestRefused, RolloutError
-from megarl.rollout.router import Replica, Router
-from megarl.rollout.router_stats import RouterStats
+from megarl.rollout.router import Replica, Router, RouterStats
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

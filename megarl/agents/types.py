@@ -19,8 +19,7 @@ from megarl.rollout.interface import NO_VERSION, Completion, FinishReason, Sampl
 
 if TYPE_CHECKING:
     from megarl.rewards.pool import RunCounts
-    from megarl.rollout.router import Replica
-    from megarl.rollout.router_stats import RouterStats
+    from megarl.rollout.router import Replica, RouterStats
 
 AGENT_NAME = "agent_name"
 """Column with the name of a row's agent loop."""

@@ -16,8 +16,7 @@ from megarl.base.redaction import remember_secrets
 from megarl.base.user_code import import_user_modules
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import ScorerSpec
-from megarl.rollout.router import Replica
-from megarl.rollout.router_stats import RouterStats
+from megarl.rollout.router import Replica, RouterStats
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 
 if TYPE_CHECKING:
@@ -63,7 +62,7 @@ class AgentRunnerWorker:
         remember_secrets(dataclasses.asdict(config))
         import_user_modules(*config.actor_rollout_ref.model.user_modules)
         self._runner = AgentRunner(config, tokenizer, place.rank, place.world_size, token, scorers, environment)
-        self._warnings = WarningList()
+        self._warnings = _WarningList()
         logging.getLogger("megarl").addHandler(self._warnings)
 
     @verb(Dispatch.ALL)
@@ -129,7 +128,7 @@ class AgentRunnerWorker:
         self._runner.shutdown()
 
 
-class WarningList(logging.Handler):
+class _WarningList(logging.Handler):
     """Collects the texts of warnings."""
 
     def __init__(self) -> None:
@@ -137,10 +136,8 @@ class WarningList(logging.Handler):
         self._texts: list[str] = []
 
     def emit(self, record: logging.LogRecord) -> None:
-        """Record the text of a warning."""
         self._texts.append(record.getMessage())
 
     def take(self) -> list[str]:
-        """Return and clear the warnings since the last call."""
         texts, self._texts = self._texts, []
         return texts

@@ -1,4 +1,7 @@
-"""Agent runners as processes: conversations run outside the driver and survive the loss of a runner."""
+"""Agent runners as processes: conversations run outside the driver and survive the loss of a runner.
+
+The runners send requests to the replicas' processes (:class:`ReplicaProcess`).
+"""
 
 from __future__ import annotations
 
@@ -19,22 +22,65 @@ from megarl.agents.types import ConversationGroup, FinishedSample, SampleId, Sto
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import StepImpossible, WorkerError
 from megarl.cluster.agent_runner_worker import AgentRunnerWorker, RunnerReport
-from megarl.cluster.calls import RankHandle
-from megarl.cluster.failures import WorkerCall, WorkerFailed, WorkerSilent, first_ready, gather
-from megarl.cluster.replica_processes import ReplicaProcess
+from megarl.cluster.calls import RankHandle, WorkerCall, WorkerFailed, WorkerSilent, first_ready, gather
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.models.layout import ParallelLayout
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import ScorerSpec
-from megarl.rollout.router import NoReplicaLeft, Replica
-from megarl.rollout.router_stats import RouterStats
+from megarl.rollout.interface import Completion, Request
+from megarl.rollout.router import NoReplicaLeft, Replica, ReplicaLost, RouterStats
 from megarl.tracing import TRACER
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
 
     from megarl.config import GenerationJobConfig
+
+
+class ReplicaProcess:
+    """The process of a rollout replica, for the router; can be sent to other processes.
+
+    Args:
+        handle: on the process, whose worker has the verbs ``accept``, ``completions`` and ``forget``.
+    """
+
+    def __init__(self, handle: RankHandle) -> None:
+        self._handle = handle
+
+    def __eq__(self, other: object) -> bool:
+        """Return whether both are the same process; a replacement is another one."""
+        return isinstance(other, ReplicaProcess) and self._handle.actor == other._handle.actor
+
+    def __hash__(self) -> int:
+        return hash(self._handle.actor)
+
+    async def accept(self, client: str, requests: Sequence[Request], aborted: Sequence[str]) -> None:
+        """Send requests to the engine; see :meth:`megarl.rollout.router.Replica.accept`."""
+        await self._call("accept", client, requests, aborted)
+
+    async def completions(self, client: str, wait_s: float) -> list[Completion]:
+        """Return finished requests; see :meth:`megarl.rollout.router.Replica.completions`."""
+        done: list[Completion] = await self._call("completions", client, wait_s)
+        return done
+
+    def forget(self, client: str) -> WorkerCall:
+        """Start to abort the requests of a client that is gone."""
+        return self._handle.submit("forget", client)
+
+    async def _call(self, verb: str, *args: Any) -> Any:
+        try:
+            return await self._handle.call(verb, *args)
+        except WorkerFailed as failure:
+            if failure.died:
+                raise ReplicaLost(failure.text, code=failure.code) from failure
+            raise
+
+
+def replica_processes(group: WorkerGroup) -> dict[int, ReplicaProcess]:
+    """Return the present replicas of a rollout group by rank, each a process."""
+    return {rank: ReplicaProcess(group.handle(rank)) for rank in group.ranks}
+
 
 logger = logging.getLogger(__name__)
 

@@ -6,8 +6,7 @@ reads its environment at import, is imported by a fork of the server for all wor
 
 Ray starts its Python programs by :mod:`~megarl.cluster.ray_programs`, which asks the server for a fork with the
 arguments, environment and standard streams of a worker. The worker is then Ray's as usual: Ray talks to it by sockets
-and knows its pid. A worker with environment variables of its own starts without the server, since some of them are read
-by imports.
+and knows its pid. A worker with a runtime environment, as under Nsight Systems, starts without the server.
 
 Only for CPU processes on this machine: a fork must not inherit CUDA's state, and other nodes import for themselves.
 """
@@ -185,11 +184,7 @@ def serve(listener: socket.socket, modules: Sequence[str]) -> None:
 
 
 def _checked(request: Any) -> dict[str, Any]:
-    """Check the types of a request.
-
-    Raises:
-        ValueError: it has another form than :func:`ray_programs.request_worker` sends.
-    """
+    """Check the types of a request; ValueError if :func:`ray_programs.request_worker` has not sent it."""
     argv, env, cwd = (request.get(name) if isinstance(request, dict) else None for name in ("argv", "env", "cwd"))
     texts = [cwd, *argv, *env.values()] if isinstance(argv, list) and argv and isinstance(env, dict) else []
     if not texts or not all(isinstance(text, str) for text in texts):
@@ -232,9 +227,6 @@ class _Server:
                 os.close(stream)
         return run
 
-    def _is_fork(self, *more: socket.socket) -> bool | None:
-        return _is_fork([self.selector, self.listener, *self.nodes.values(), *more])
-
     def _started(
         self, request: dict[str, Any], streams: Sequence[int], client: socket.socket
     ) -> Callable[[], None] | None:
@@ -243,15 +235,16 @@ class _Server:
         A client without an answer starts its worker by itself.
         """
         environment = request["env"]
+        inherited: list[socket.socket | selectors.BaseSelector] = [self.selector, self.listener, *self.nodes.values()]
         if _RAYLET not in environment:
-            forked = self._is_fork(client)
+            forked = _is_fork([*inherited, client])
             if forked is False:
                 _answer(client.fileno())
             return (lambda: _run_script(request, streams, self.pid)) if forked else None
         name = json.dumps(environment, sort_keys=True)
         if name not in self.nodes:
             own, channel = socket.socketpair()
-            if self._is_fork(client, own):
+            if _is_fork([*inherited, client, own]):
                 for stream in streams:
                     os.close(stream)
                 return lambda: _serve_node(channel, environment, self.pid)

@@ -1,13 +1,22 @@
-"""A local Ray with as few processes as a run needs, on loopback, protected by a token and watched."""
+"""A local Ray with as few processes as a run needs, on loopback, protected by a token and watched.
+
+As a program (``python -m megarl.cluster.local_ray start ...``) it is Ray's command line for a node of a launched
+cluster, without imports and processes that no job uses. Ray Serve and Ray Jobs, whose imports take each node's start
+1.2 seconds of CPU time, are hidden, and so is grpc's package: without it Ray starts no client server, which nobody
+connects to. Ray goes on without packages that cannot be imported. Workers of a node on CPUs are forks, if its
+environment names a fork server.
+"""
 
 from __future__ import annotations
 
 import contextlib
 import logging
 import os
+import runpy
 import shlex
 import signal
 import sys
+import tempfile
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -16,19 +25,17 @@ import psutil
 import ray
 
 from megarl.base.child_process import environment_variables
+from megarl.base.private_folder import private_folder
 from megarl.base.processes import has_ended, process_name
 from megarl.base.signals import ENDING_SIGNALS, request_interrupt, withdraw_interrupt
 from megarl.base.timeouts import RAY_SILENCE
 from megarl.cluster import ray_programs
 from megarl.cluster.fork_server import fork_address
 from megarl.cluster.ray_internals import loopback_only, read_authentication
-from megarl.cluster.ray_token import ClusterToken
+from megarl.cluster.reaper import ClusterToken
 
 LOOPBACK_SWITCH = "RAY_ENABLE_WINDOWS_OR_OSX_CLUSTER"
-"""Environment variable: with ``0``, Ray's processes do not replace 127.0.0.1 by an address that other machines reach.
-
-The switch exists for machines whose firewall prompts the user.
-"""
+"""Environment variable: with ``0``, Ray's processes do not replace 127.0.0.1 by an address for other machines."""
 _NO_TASK_EVENTS = {"task_events_report_interval_ms": 0}
 """Ray's setting without records of each call, which only its dashboard shows.
 
@@ -170,3 +177,24 @@ class RayWatch:
                     if not self.finished and not self._closed.is_set():
                         request_interrupt()
                 return
+
+
+HIDDEN = ("ray.serve", "ray.dashboard.modules.job.cli", "grpc")
+"""Packages that ``ray start`` imports and does not use."""
+
+
+def main() -> None:
+    """Run Ray's command line with the arguments of this process."""
+    for name in HIDDEN:
+        sys.modules[name] = None  # type: ignore[assignment]  # an import then raises ModuleNotFoundError
+    server = Path(os.environ.get(ray_programs.ADDRESS, ""))
+    is_on_cpu = any(argument.startswith("--num-cpus=") for argument in sys.argv)  # see ``ray_start`` of the launcher
+    with contextlib.ExitStack() as stack:
+        if is_on_cpu and server.is_absolute():  # a fork must not inherit the state of CUDA
+            folder = stack.enter_context(tempfile.TemporaryDirectory(prefix="ray-python-", dir=private_folder()))
+            stack.enter_context(light_programs(Path(folder)))
+        runpy.run_module("ray.scripts.scripts", run_name="__main__", alter_sys=True)
+
+
+if __name__ == "__main__":
+    main()

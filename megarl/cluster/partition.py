@@ -92,7 +92,7 @@ class Partition:
         return parts
 
     def collect(self, results: Sequence[Any]) -> Any:
-        """Join the results of the ranks in the row order of the batch.
+        """Join the ranks' results in the batch's row order.
 
         Args:
             results: by rank: a ``DataProto`` with ``n`` consecutive rows per row of its part, in the part's order; or a
@@ -138,7 +138,7 @@ class Partition:
         return tokens.tolist(), (work / work.mean()).tolist()
 
     def imbalance(self, costs: Sequence[float]) -> float:
-        """Return the work of the busiest rank of each mini-batch, over the mean work of the ranks."""
+        """Return the busiest rank's work in each mini-batch, over the ranks' mean work."""
         work = np.array([[sum(costs[row] for row in rows) for rows in ranks] for ranks in self.mini_batches])
         return float(work.max(axis=1).sum() / work.mean(axis=1).sum())
 
@@ -170,7 +170,7 @@ def partition_rows(
     equal: bool = False,
     budget: MicroBatchBudget | None = None,
 ) -> Partition:
-    """Assign the rows of a batch to DP ranks with equal work (partition balancing); the batch keeps the result.
+    """Assign a batch's rows to DP ranks with equal work (partition balancing); the batch keeps the result.
 
     With a token budget, ranks get unequal numbers of rows with equal work. If some rank would then have fewer rows than
     the common number of micro-batches (:func:`megarl.data.common_micro_batch_count`), all ranks get the same number of
@@ -178,8 +178,7 @@ def partition_rows(
     one rank if that reduces the work of the busiest rank.
 
     Args:
-        mini_batch_rows: see :func:`partition_costs`.
-        equal: see :func:`partition_costs`; a token ``budget`` may still give unequal numbers.
+        mini_batch_rows, equal: see :func:`partition_costs`; a token ``budget`` may still give unequal numbers.
         budget: micro-batch budget of the ranks; None: they make no micro-batches.
 
     Raises:
@@ -203,21 +202,13 @@ def _partition_rows(
         check_longest(
             lengths, budget.max_tokens, lambda row: f"row {row}" + ("" if uids is None else f" (uid={uids[row]})")
         )
-    partition = _partition_row_by_row(batch, lengths, dp, mini_batch_rows, budget)
+    costs = row_costs(batch, budget.cost)
+    partition = None if budget.max_tokens is None else partition_costs(costs, dp, mini_batch_rows)
+    if partition is None or not _can_be_cut(lengths, partition, budget):
+        partition = partition_costs(costs, dp, mini_batch_rows, equal=True)
     if budget.share_prompts and batch.meta_info.get("balance_batch", True):
         return _cheaper_with_families(batch, lengths, partition, budget)
     return partition
-
-
-def _partition_row_by_row(
-    batch: DataProto, lengths: Sequence[int], dp: int, mini_batch_rows: int | None, budget: MicroBatchBudget
-) -> Partition:
-    costs = row_costs(batch, budget.cost)
-    if budget.max_tokens is not None:
-        partition = partition_costs(costs, dp, mini_batch_rows)
-        if _can_be_cut(lengths, partition, budget):
-            return partition
-    return partition_costs(costs, dp, mini_batch_rows, equal=True)
 
 
 def _cheaper_with_families(
@@ -264,7 +255,7 @@ def partition_costs(
         costs: work per row.
         mini_batch_rows: rows per global mini-batch; consecutive rows of the batch, independent of ``dp``. Every rank
             gets a share of each, mini-batch after mini-batch. None: no mini-batches.
-        equal: every rank must get the same number of rows of each mini-batch. Otherwise counts may differ. With fewer
+        equal: every rank must get equally many rows of each mini-batch. Otherwise counts may differ. With fewer
             rows than ranks, the remaining ranks get a copy of row 0, so that no rank misses a collective call.
 
     Raises:
@@ -295,7 +286,7 @@ def seqlen_metrics(lengths: Sequence[int], costs: Sequence[float], partition: Pa
     Returns:
         ``global_seqlen/min``, ``max`` and ``minmax_diff``: tokens per DP rank if the rows were split in the caller's
         order into equal counts. ``balanced_min`` and ``balanced_max``: the same under ``partition``. ``mean``.
-        ``imbalance`` and ``balanced_imbalance``: work of the busiest rank of each mini-batch over the mean work, the
+        ``imbalance`` and ``balanced_imbalance``: the busiest rank's work in each mini-batch over the mean work, the
         slowdown of the update against perfect balance.
     """
     size, dp = partition.mini_batch_rows or len(lengths), len(partition.rows)

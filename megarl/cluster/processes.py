@@ -90,9 +90,8 @@ class RunProcesses:
 
         Takes effect after the current call of each process.
         """
-        by_role = {group.role: group for group in self.groups}
         profiled = [member for member in self.members() if self.options.profile(member.role, member.rank) is not None]
-        return [by_role[member.role].call_process(member.rank, "profile", label) for member in profiled]
+        return [self._call(member, "profile", label) for member in profiled]
 
     def wait(self, calls: list[ray.ObjectRef]) -> None:
         """Wait for the calls of :meth:`profile`.
@@ -114,8 +113,7 @@ class RunProcesses:
         Returns:
             The argument of :meth:`collect`.
         """
-        by_role = {group.role: group for group in self.groups}
-        return [(member, by_role[member.role].call_process(member.rank, "record", on)) for member in self.members()]
+        return [(member, self._call(member, "record", on)) for member in self.members()]
 
     def collect(self, calls: list[tuple[Member, ray.ObjectRef]]) -> Iterator[Recorded]:
         """Yield the events of each process that :meth:`record` was called on."""
@@ -132,15 +130,22 @@ class RunProcesses:
 
     def offsets(self) -> dict[str, OffsetEstimate]:
         """Measure the offset of each node's clock relative to this process's clock, by node address."""
-        by_host = _by_host(self.members())
         here = ray.util.get_node_ip_address()
-        by_role = {group.role: group for group in self.groups}
         return {
             host: OffsetEstimate()
             if host == here
-            else estimate_offset(_exchange(by_role[members[0].role], members[0].rank) for _ in range(_EXCHANGES))
-            for host, members in by_host.items()
+            else estimate_offset(self._exchange(members[0]) for _ in range(_EXCHANGES))
+            for host, members in _by_host(self.members()).items()
         }
+
+    def _exchange(self, member: Member) -> ClockReading:
+        sent = time.monotonic_ns()
+        remote_clock = ray.get(self._call(member, "clock"))
+        return ClockReading(sent, remote_clock, time.monotonic_ns())
+
+    def _call(self, member: Member, method: str, *args: Any) -> ray.ObjectRef:
+        group = {group.role: group for group in self.groups}[member.role]
+        return group.call_process(member.rank, method, *args)
 
 
 def nsight_options(profile: ProfileOptions | None) -> dict[str, Any]:
@@ -148,12 +153,6 @@ def nsight_options(profile: ProfileOptions | None) -> dict[str, Any]:
     if profile is None or profile.tool != "nsys":
         return {}
     return {"runtime_env": {"nsight": dict(profile.nsight)}}
-
-
-def _exchange(group: RoleProcesses, rank: int) -> ClockReading:
-    sent = time.monotonic_ns()
-    remote_clock = ray.get(group.call_process(rank, "clock"))
-    return ClockReading(sent, remote_clock, time.monotonic_ns())
 
 
 def collect_stacks(processes: RunProcesses) -> list[ObservedProcess]:

@@ -1,16 +1,15 @@
-"""The start of a worker group's processes and of their workers."""
+"""The start of a worker group's processes and their workers."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 from functools import cache
 from typing import Any
 
 import ray
 
-from megarl.cluster.failures import WorkerCall
-from megarl.cluster.fork_server import fork_address
+from megarl.cluster.calls import WorkerCall
 from megarl.cluster.processes import nsight_options
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.worker_process import ASIDE, ServingWorkerProcess, WorkerProcess
@@ -50,18 +49,13 @@ class StartingRank:
 
 @dataclass
 class RankStarter:
-    """Starts the processes of a role; the attributes are arguments of :class:`megarl.cluster.WorkerGroup`.
-
-    Attributes:
-        threads: threads for ``RANK`` verbs.
-    """
+    """Starts the processes of a role; see the arguments of :class:`~megarl.cluster.worker_group.WorkerGroup`."""
 
     role: str
     worker_cls: str | type
     worker_kwargs: ray.ObjectRef
     world_size: int
     pool: PlacedPool
-    env: Mapping[str, str]
     first_devices: Sequence[int]
     span: int
     threads: int
@@ -94,15 +88,10 @@ class RankStarter:
         tracing = self.pool.processes.options
         first = self.first_devices[rank]
         placement = self.pool.actor_options(first) if self.on_device else self.pool.host_options(rank)
-        options = placement | nsight_options(tracing.profile(self.role, rank))
-        if self.env and fork_address() is not None:
-            # A process with a runtime environment is no fork, which would have imported torch before it sees them.
-            options = {"runtime_env": {"env_vars": dict(self.env)}} | options
-        host = _process_class(self.threads).options(**options)
+        host = _process_class(self.threads).options(**placement, **nsight_options(tracing.profile(self.role, rank)))
         return host.remote(self.role, rank, self.world_size, self._environment(rank), tracing, self.pool.logs)
 
     def _environment(self, rank: int) -> dict[str, str]:
-        """Environment variables of a process; the group's ``env`` takes precedence."""
         first = self.first_devices[rank]
         variables = {"LOCAL_RANK": str(self.pool.local_rank(first))}
         if not self.on_device:
@@ -113,4 +102,4 @@ class RankStarter:
         elif self.span > 1:
             # The process claims a share of one device's bundle, so Ray would make only that device visible.
             variables["CUDA_VISIBLE_DEVICES"] = ",".join(self.pool.gpu_ids(range(first, first + self.span)))
-        return {**variables, **self.env}
+        return variables

@@ -29,7 +29,7 @@ logger = logging.getLogger(__name__)
 
 
 def find(name: str) -> tuple[Any, Any] | None:
-    """Return the module of one of :data:`NAMES` and its value; None if this version of Ray has no such name."""
+    """Return the module and the value of a name in :data:`NAMES`; None if this Ray lacks the name."""
     with contextlib.suppress(ImportError, KeyError):
         module = import_module(NAMES[name])
         return (module, getattr(module, name)) if hasattr(module, name) else None

@@ -83,7 +83,7 @@ def announce(options: dict[str, str], name: str, port: int) -> None:
 
 
 def listen_for_agent(options: dict[str, str], command: list[str]) -> None:
-    """Listen in place of the agent of runtime environments; with the first request, replace this process by it."""
+    """Listen in place of the runtime environment agent; with the first request, replace this process by it."""
     family, kind, protocol, _, place = socket.getaddrinfo(options["node-ip-address"], 0, type=socket.SOCK_STREAM)[0]
     with socket.socket(family, kind, protocol) as listener:
         listener.bind(place)
@@ -96,7 +96,7 @@ def listen_for_agent(options: dict[str, str], command: list[str]) -> None:
 
 
 def become_agent(descriptor: int, command: list[str]) -> None:
-    """Run Ray's agent of runtime environments, listening at an open socket instead of one of its own."""
+    """Run Ray's runtime environment agent, listening at an open socket instead of its own."""
     program = command[0]
     sys.path[0] = os.path.dirname(program)
     sys.path.insert(0, os.path.join(sys.path[0], "thirdparty_files"))  # Ray has an aiohttp of its own

@@ -1,4 +1,4 @@
-"""Reaper: a process that reports the end of a killed driver, shuts its local Ray down, and deletes its files.
+"""The token of a local Ray, and the reaper: a process that ends the Ray of a killed driver.
 
 Ray's agents poll for their raylet and live for up to a minute after it. The reaper waits for the end of a pipe that the
 driver holds, so it notices any death of the driver at once. It recognizes the processes of its Ray by its own process
@@ -9,17 +9,22 @@ workers leave the group. A cluster that the driver joined has none of them: ther
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import json
 import os
+import secrets
 import shutil
+import stat
 import subprocess
 import sys
+import tempfile
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 import psutil
 
+from megarl.base.private_folder import private_folder
 from megarl.base.processes import READ_ERRORS, all_processes, command_line
 
 MARK = "MEGARL_LOCAL_RAY"
@@ -110,13 +115,8 @@ def session_folders(token_file: Path) -> list[Path]:
 
 
 def delete_files(token_file: Path) -> None:
-    """Delete the folder of a token and the session folders of its Ray."""
-    _delete_sessions(session_folders(token_file))
-    shutil.rmtree(token_file.parent, ignore_errors=True)
-
-
-def _delete_sessions(folders: Sequence[Path]) -> None:
-    """Delete session folders, except those that a process names in its command line."""
+    """Delete a token's folder, and its Ray's session folders that no process names in its command line."""
+    folders = session_folders(token_file)
     commands = "\n".join(map(command_line, all_processes())) if folders else ""
     for folder in folders:
         if folder.name not in commands:
@@ -125,6 +125,7 @@ def _delete_sessions(folders: Sequence[Path]) -> None:
         with contextlib.suppress(OSError):
             if latest.is_symlink() and not latest.exists():
                 latest.unlink()
+    shutil.rmtree(token_file.parent, ignore_errors=True)
 
 
 def _modified(path: Path) -> float:
@@ -172,3 +173,77 @@ def main(token_file: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
+
+
+_PREFIX = "ray-token-"
+
+
+class ClusterToken:
+    """Token of one local Ray: processes without it can neither join the cluster nor query it.
+
+    Ray by itself depends on the user's shell (``RAY_AUTH_MODE=disabled``), and shares one token between all clusters
+    of a user, in ``~/.ray/auth_token``, which other users can read.
+
+    Args:
+        sessions: Ray's folder of sessions; :meth:`close` deletes the session folders of this Ray there.
+    """
+
+    def __init__(self, sessions: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix=_PREFIX, dir=private_folder()))
+        self.file = self._folder / "token"
+        self.file.touch(0o600)
+        self.file.write_text(secrets.token_hex(32), encoding="utf-8")
+        draft = self._folder / "draft"
+        draft.write_text(json.dumps([sessions, os.getpid()]), encoding="utf-8")
+        self._lock = _lock(draft)  # until this process ends, see delete_stale_tokens
+        draft.rename(owner_file(self.file))
+
+    def environment(self, protects: bool = True) -> dict[str, str | None]:
+        """Return the environment variables of Ray's processes; None = unset.
+
+        Args:
+            protects: whether Ray demands the token; otherwise it only marks Ray's processes.
+        """
+        marked: dict[str, str | None] = {MARK: str(self.file)}
+        protected = {"RAY_AUTH_MODE": "token", "RAY_AUTH_TOKEN": None, "RAY_AUTH_TOKEN_PATH": str(self.file)}
+        return marked | protected if protects else marked
+
+    def close(self) -> None:
+        """Delete the token and Ray's session folders, once Ray has ended."""
+        delete_files(self.file)
+        if self._lock is not None:
+            os.close(self._lock)
+            self._lock = None
+
+
+def delete_stale_tokens() -> None:
+    """Delete tokens and session folders of drivers on this machine that were killed together with their reaper.
+
+    A token counts as stale if its driver no longer locks it and no process of its Ray lives.
+    """
+    for folder in private_folder().glob(f"{_PREFIX}*"):
+        token_file = folder / "token"
+        lock = _lock(owner_file(token_file))
+        if lock is None:
+            continue  # in use, or of another user
+        try:
+            if not processes_of(token_file, None):
+                delete_files(token_file)
+        finally:
+            os.close(lock)
+
+
+def _lock(file: Path) -> int | None:
+    """Lock a file; returns its descriptor, or None without a regular file or if another process has locked it."""
+    try:
+        descriptor = os.open(file, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+    except OSError:
+        return None
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise OSError(f"{file} is no file")
+        fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except OSError:
+        os.close(descriptor)
+        return None
+    return descriptor

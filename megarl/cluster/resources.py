@@ -31,7 +31,7 @@ class ResourcePool:
 
     Attributes:
         device: ``cpu`` (one device is one CPU slot) or ``cuda`` (one device is one GPU).
-        devices_per_node: number of devices on each node of the pool, such as ``(8, 8)`` for two nodes of eight. Each
+        devices_per_node: devices on each node, such as ``(8, 8)`` for two nodes of eight. Each
             entry is a group of devices that are reserved together; two groups may be on one node.
         required: groups that must be reserved at the start, others may follow during the run; None = all.
 
@@ -67,11 +67,6 @@ class ResourcePool:
     def bundle(self) -> dict[str, float]:
         """Return the Ray resources of one device; a GPU reserves one CPU slot too."""
         return {"CPU": 1.0} if self.device == "cpu" else {"GPU": 1.0, "CPU": 1.0}
-
-    def process_options(self) -> dict[str, float]:
-        """Return the Ray resources of one process, as options of a Ray actor."""
-        options = {"num_cpus": _PROCESS_SHARE}
-        return options if self.device == "cpu" else {**options, "num_gpus": _PROCESS_SHARE}
 
 
 def cluster_nodes() -> list[dict[str, float]]:
@@ -163,7 +158,7 @@ class PlacedPool:
         return joined
 
     def device_of(self, rank: int) -> int:
-        """Return the device of a rank of a role."""
+        """Return the device of a role's rank."""
         return rank % len(self._bundles)
 
     def local_rank(self, rank: int) -> int:
@@ -176,7 +171,8 @@ class PlacedPool:
         strategy = PlacementGroupSchedulingStrategy(
             placement_group=self._groups[group], placement_group_bundle_index=bundle
         )
-        return {**self.pool.process_options(), "scheduling_strategy": strategy}
+        gpu_share = {} if self.pool.device == "cpu" else {"num_gpus": _PROCESS_SHARE}
+        return {"num_cpus": _PROCESS_SHARE, **gpu_share, "scheduling_strategy": strategy}
 
     def host_options(self, rank: int) -> dict[str, Any]:
         """Return the Ray options of a process without device: one node after another, the driver's first."""
@@ -294,15 +290,12 @@ _POLL_S = 0.5
 def wait_for_nodes(
     names: Sequence[str], device: Literal["auto", "cpu", "cuda"], devices: int, timeout_s: float
 ) -> dict[str, str]:
-    """Wait until the connected cluster has all nodes, each with its devices.
+    """Wait until the connected cluster has all nodes, each with its devices; return their addresses by name.
 
     Args:
         names: names of the nodes, from ``ray start --node-name``.
         device: kind of device to count; ``auto``: none.
         devices: GPUs, or CPU slots, that each node must have.
-
-    Returns:
-        The address of each node.
 
     Raises:
         ResourceError: names the nodes that are missing, or that have too few devices.
@@ -313,7 +306,13 @@ def wait_for_nodes(
         if all(name in nodes for name in names):
             break
         if time.monotonic() > deadline:
-            raise ResourceError(_missing(names, list(nodes), timeout_s), code="launch.nodes-missing")
+            missing = [name for name in names if name not in nodes]
+            raise ResourceError(
+                f"after {timeout_s:g} s {len(missing)} of {len(names)} nodes have not joined the Ray cluster: "
+                f"{', '.join(missing)}. Joined: {', '.join(nodes) or 'none'}. Can they reach the head's address and "
+                "ports (docs/how_to/launch.md, Ports)?",
+                code="launch.nodes-missing",
+            )
         sleep(_POLL_S)
     if device != "auto":
         _check_devices({name: nodes[name] for name in names}, device, devices)
@@ -349,15 +348,6 @@ def wait_for_any_nodes(
                 code="launch.nodes-missing",
             )
         sleep(_POLL_S)
-
-
-def _missing(names: Sequence[str], joined: Sequence[str], timeout_s: float) -> str:
-    missing = [name for name in names if name not in joined]
-    return (
-        f"after {timeout_s:g} s {len(missing)} of {len(names)} nodes have not joined the Ray cluster: "
-        f"{', '.join(missing)}. Joined: {', '.join(joined) or 'none'}. Can they reach the head's address and ports "
-        "(docs/how_to/launch.md, Ports)?"
-    )
 
 
 def _check_devices(nodes: Mapping[str, Mapping[str, Any]], device: Literal["cpu", "cuda"], devices: int) -> None:

@@ -33,8 +33,15 @@ from megarl.base.signals import (
 from megarl.cluster.availability import available_cpus, check_cluster_answers, not_joined, unreachable
 from megarl.cluster.local_ray import GCS, RayWatch, start_local_ray
 from megarl.cluster.ray_internals import log_messages, log_unread_errors, read_authentication
-from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
-from megarl.cluster.reaper import Reaper, end_ray, processes_of, write_last_words
+from megarl.cluster.reaper import (
+    ClusterToken,
+    Reaper,
+    delete_stale_tokens,
+    end_ray,
+    processes_of,
+    session_folders,
+    write_last_words,
+)
 from megarl.cluster.resources import PlacedPool, ResourcePool, place_pools
 
 DEFAULT_OBJECT_STORE_BYTES = 200 * 2**20
@@ -54,7 +61,7 @@ if os.environ.get("RAY_RAYLET_PID") == str(os.getpid()):  # see megarl.cluster
 
 
 def local_store_bytes(needed: int) -> int:
-    """Return the size of the object store of a Ray that starts here: ``needed`` bytes, within this machine's limits."""
+    """Return the object store's size for a Ray that starts here: ``needed`` bytes, within this machine's limits."""
     limits = [int(STORE_SHARE * psutil.virtual_memory().total)]
     with contextlib.suppress(OSError):  # not Linux
         limits.append(int(SHARED_MEMORY_SHARE * shutil.disk_usage("/dev/shm").free))
@@ -78,7 +85,7 @@ class RaySession:
         dashboard: whether a started Ray has its dashboard, for this machine only.
 
     Attributes:
-        dashboard_url: address of the dashboard of a started Ray; empty without one.
+        dashboard_url: dashboard address of a started Ray; empty without one.
         token_file: file with the token of a started Ray, which its clients and dashboard need; empty in a joined
             cluster, whose authentication the user's environment sets.
 
@@ -186,11 +193,7 @@ class RaySession:
         )
 
     def place(self, pools: Iterable[ResourcePool], timeout_s: float = 60.0) -> dict[str, PlacedPool]:
-        """Check and reserve pools, by name; the session releases them when it ends.
-
-        Raises:
-            ResourceError: see :func:`megarl.cluster.resources.place_pools`.
-        """
+        """Check and reserve pools by :func:`~.resources.place_pools`; the session releases them when it ends."""
         placed = place_pools(pools, timeout_s, self.logs)
         self._pools += placed.values()
         return placed
@@ -220,7 +223,7 @@ class RaySession:
                 # Processes that have left the tree above, or that started meanwhile.
                 end_ray(self._token.file, self._reaper.pid if self._reaper else None)
                 if self.logs is not None:
-                    _copy_logs(self._token.session_folders(), self.logs.folder / RAY_LOGS, keep_logs)
+                    _copy_logs(session_folders(self._token.file), self.logs.folder / RAY_LOGS, keep_logs)
                 self._token.close()
                 read_authentication()  # of the user's environment, for clusters joined later
             if self._reaper is not None:
@@ -290,7 +293,7 @@ def _exit_without_ray(code: int) -> None:
 
 
 def _copy_logs(sessions: Sequence[Path], target: Path, everything: bool) -> None:
-    """Copy the logs of Ray's sessions, or only the profiles of Nsight Systems; with the modes of the run's files."""
+    """Copy the logs of Ray's sessions, or only Nsight Systems' profiles; with the modes of the run's files."""
     for session in sessions:
         logs = session / "logs"
         with contextlib.suppress(OSError):  # a full disk

@@ -32,7 +32,7 @@ class SyncOptions(NamedTuple):
         verify_freq: compare checksums at the first sync and at every ``verify_freq``-th one after it; 0 = never.
         free_engine: engines free their memory for the trainer while they are idle.
         sleepers: ranks of the engines that do so, since they share devices with the trainer; None = all.
-        timeout_s: maximum seconds of each stage of a sync; None = no limit.
+        timeout_s: maximum seconds of a sync stage; None = no limit.
         answer_s: maximum seconds for a replica to interrupt or continue its requests; None = ``timeout_s``.
     """
 
@@ -116,14 +116,12 @@ class ShardingManager:
         """Copy all weights into the engines between two tokens of their requests (rolling sync).
 
         A wave of replicas at a time holds its requests; the other replicas generate. All replicas are one wave in
-        the first sync and in the first one after a failure, in which all processes meet.
+        the first sync and in the first one after a failure, in which all processes meet. After an error, see
+        :meth:`sync_weights`, all requests stay held.
 
         Returns:
             The metrics of :meth:`sync_weights` and ``weight_sync/pause_s``, the longest pause of a replica; and the
             interrupted requests of each replica.
-
-        Raises:
-            WeightSyncError: see :meth:`sync_weights`; all requests stay held.
         """
         paused: list[HeldRequests] = []
         return self._sync(paused), paused
@@ -163,7 +161,7 @@ class ShardingManager:
                 exported = self._begin(ranks, version, part[0].buckets, opens_source=part is rounds[0])
                 for wave in part:
                     self._transfer_buckets(wave, exported)
-                if self._verification_due():
+                if self.options.verify_freq > 0 and self._completed % self.options.verify_freq == 0:
                     expected = self._verify(ranks, expected)
                 (received,) = self._run_stage("close_transfer", self._to(ranks, "close_transfer", True))
                 usage += itertools.chain(*received)
@@ -250,9 +248,6 @@ class ShardingManager:
         compare_checksums(trainer, list(itertools.chain(*replicas)), self.plan.rollout.tp, ranks)
         self._verify_seconds = (self._verify_seconds or 0.0) + time.perf_counter() - started
         return trainer
-
-    def _verification_due(self) -> bool:
-        return self.options.verify_freq > 0 and self._completed % self.options.verify_freq == 0
 
     def _metrics(self, seconds: float, usage: Sequence[TransferUsage]) -> dict[str, float]:
         verify_seconds = self._verify_seconds

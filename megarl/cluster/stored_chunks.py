@@ -30,7 +30,7 @@ class RunValues(NamedTuple):
     """Flat values of a column with long runs of equal values, such as masks, and scores at the last tokens.
 
     Attributes:
-        begins: int64 position of the first value of each run.
+        begins: int64 position of each run's first value.
     """
 
     size: int
@@ -60,11 +60,6 @@ class RunValues(NamedTuple):
         return self.begins.nbytes + self.values.nbytes
 
 
-def encoded(chunk: Chunk) -> dict[str, RunValues | np.ndarray]:
-    """Return a chunk as it is stored."""
-    return {name: RunValues.of(values) for name, values in chunk.items()}
-
-
 class StoredChunk(ChunkReference):
     """A chunk in Ray's object store."""
 
@@ -74,7 +69,7 @@ class StoredChunk(ChunkReference):
     @classmethod
     def write(cls, chunk: Chunk) -> StoredChunk:
         """Write a chunk on this node."""
-        return cls(ray.put(encoded(chunk)))
+        return cls(ray.put({name: RunValues.of(values) for name, values in chunk.items()}))
 
     @classmethod
     def fetch(cls, references: Sequence[Self]) -> list[Chunk]:
@@ -112,7 +107,7 @@ class Payload(NamedTuple):
 
 
 def payloads_of(parts: Sequence[DataProto]) -> list[Payload]:
-    """Build the payloads of the parts of a batch."""
+    """Build the payloads of a batch's parts."""
     detached = [detach_chunks(part) for part in parts]
     uses = Counter(id(chunks) for _, tuples in detached for chunks in tuples)
     lists: dict[int, ray.ObjectRef | list[ray.ObjectRef]] = {}

@@ -12,8 +12,16 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megarl.base.errors import ResourceError, WorkerError
-from megarl.cluster.calls import Collect, PendingCall, RankHandle, ScatteredCall, for_rank, gather_results
-from megarl.cluster.failures import WorkerCall, WorkerFailed
+from megarl.cluster.calls import (
+    Collect,
+    PendingCall,
+    RankHandle,
+    ScatteredCall,
+    WorkerCall,
+    WorkerFailed,
+    for_rank,
+    gather_results,
+)
 from megarl.cluster.partition import Partition, partition_groups, partition_rows
 from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool
@@ -23,7 +31,7 @@ from megarl.data import DataProto
 from megarl.data.remote_columns import write_values
 from megarl.data.row_map import RowFunction, RowMap
 from megarl.models.layout import ParallelLayout
-from megarl.sharding import Routes
+from megarl.sharding.placement import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
 from megarl.workers.settings import MicroBatchBudget
 
@@ -33,19 +41,19 @@ class WorkerGroup:
 
     The constructor returns at once, so that several groups start concurrently; the first call, or :func:`wait_ready`,
     waits for the start. Call a verb of the worker class as a method of the group; it blocks. :meth:`submit` does not
-    block. After a failure the group refuses further calls. A verb must not have the name of a public member of this
-    class. The classes of :mod:`megarl.cluster.role_groups` declare the verbs of each role for type checkers.
+    block. After a failure the group refuses further calls. A verb must not have the name of a public
+    member. The classes of :mod:`megarl.cluster.role_groups` declare the verbs of each role for type checkers. Methods
+    that start a verb raise the errors of :meth:`submit`.
 
     Args:
         worker_cls: a plain class, preferably as ``"package.module.Class"`` so that the driver need not import it. Every
             rank builds it as ``worker_cls(place, **worker_kwargs)`` with its ``WorkerPlace``.
         worker_kwargs: the remaining constructor arguments, equal on all ranks.
-        layout: parallel sizes; gives the number of ranks and the owners of results.
+        layout: parallel sizes; gives the number of ranks and the result owners.
         pool: devices of the processes, shared with other roles. With one device per process, rank ``r`` is on device
             ``r % devices``.
-        env: environment variables of the processes, set before the class is imported.
         budgets: micro-batch budget of each verb that has one, for partition balancing.
-        devices_per_process: number of neighbouring devices of each process. The process sees those GPUs only.
+        devices_per_process: neighbouring devices per process. The process sees those GPUs only.
         first_devices: first device of each process; None = processes have the devices one after another.
         threads: number of ``RANK`` verbs that each process runs at the same time, next to other verbs; 0 = the worker
             has none.
@@ -66,7 +74,6 @@ class WorkerGroup:
         worker_kwargs: Mapping[str, Any],
         layout: ParallelLayout,
         pool: PlacedPool,
-        env: Mapping[str, str] | None = None,
         budgets: Mapping[str, MicroBatchBudget] | None = None,
         devices_per_process: int = 1,
         first_devices: Sequence[int] | None = None,
@@ -97,7 +104,6 @@ class WorkerGroup:
             ray.put(dict(worker_kwargs)),
             layout.world_size,
             pool,
-            dict(env or {}),
             first_devices or [rank * devices_per_process for rank in range(layout.world_size)],
             devices_per_process,
             threads,
@@ -180,10 +186,6 @@ class WorkerGroup:
 
         Args:
             verb: each data-parallel rank's rows of this ``SPLIT`` verb are one chunk.
-            batch: all rows.
-
-        Raises:
-            AttributeError, DataError, WorkerError: see :meth:`submit`.
         """
         return write_values(batch, self.partition(verb, batch).rows, StoredChunk.write)
 
@@ -192,9 +194,6 @@ class WorkerGroup:
 
         Each process gets its rows of the verb, so that the columns of the verb do not leave their nodes. Only
         ``group_by`` repartitions rows, so that a group is on one process.
-
-        Args:
-            verb: its rows on each process are those of the functions.
         """
 
         def map_rows(
@@ -214,9 +213,6 @@ class WorkerGroup:
 
         Args:
             after_failure: start it in a failed group too, for the processes that live.
-
-        Raises:
-            AttributeError, WorkerError: see :meth:`submit`.
         """
         mark = self._mark(verb, after_failure=after_failure)
         calls = [
@@ -270,11 +266,7 @@ class WorkerGroup:
                 ray.kill(actor)
 
     def partition(self, verb: str, batch: DataProto) -> Partition:
-        """Return the rows of ``batch`` that each data-parallel rank gets of a ``SPLIT`` verb.
-
-        Raises:
-            AttributeError, DataError, WorkerError: see :meth:`submit`.
-        """
+        """Return the rows of ``batch`` that each data-parallel rank gets of a ``SPLIT`` verb."""
         return self._partition(verb, self._mark(verb), batch)
 
     def take_busy(self) -> dict[str, list[float]]:
@@ -286,11 +278,7 @@ class WorkerGroup:
         return busy
 
     def submit_scatter(self, verb: str, destinations: int, *args: Any, **kwargs: Any) -> ScatteredCall:
-        """Start an ``ALL`` verb that returns ``{destination: payload}``; the payloads stay on the workers.
-
-        Raises:
-            AttributeError, WorkerError: see :meth:`submit`.
-        """
+        """Start an ``ALL`` verb that returns ``{destination: payload}``; the payloads stay on the workers."""
         mark = self._mark(verb)
         refs = [
             actor.call_scatter.options(num_returns=destinations + 1).remote(
@@ -320,9 +308,6 @@ class WorkerGroup:
             payloads: the call that produces the payloads, for all ``receivers``.
             receivers: ranks in the order of the destinations; None = all.
             places: the places in ``receivers`` of the ranks to start on; None = all.
-
-        Raises:
-            AttributeError, WorkerError: see :meth:`submit`.
         """
         mark = self._mark(verb)
         ranks = self.ranks if receivers is None else receivers
@@ -439,22 +424,19 @@ class WorkerGroup:
 
 def wait_ready(
     groups: Iterable[WorkerGroup],
-    timeout_s: float | None = None,
     progress: Callable[[int, int], None] | None = None,
 ) -> None:
     """Wait until the processes of all groups have built their workers.
 
     Args:
-        timeout_s: limit in seconds, for the processes and again for their workers; None = none.
-        progress: called with the number of built workers, and of all.
+        progress: called with the numbers of built and all workers.
 
     Raises:
         WorkerFailed: the first failure, with role and rank.
-        WorkerError: some process was not ready within ``timeout_s`` seconds.
     """
     starting = [group for group in groups if not group._infos]
     count = _count_workers(starting, progress)
-    _wait_built([(group, one) for group in starting for one in group._starting], timeout_s, count)
+    _wait_built([(group, one) for group in starting for one in group._starting], count)
     for group in starting:
         shadowed = sorted(group.verbs.keys() & set(dir(WorkerGroup)))
         if shadowed:
@@ -463,19 +445,18 @@ def wait_ready(
 
 def _wait_built(
     ranks: Sequence[tuple[WorkerGroup, StartingRank]],
-    timeout_s: float | None = None,
     on_built: Callable[[WorkerCall], None] | None = None,
 ) -> None:
     """Wait until processes have built their workers, and enter them in their groups."""
     groups = list(dict.fromkeys(group for group, _ in ranks))
     # Processes are described first: an error during the start then shows the end of their log.
-    infos = gather_results(groups, [one.described for _, one in ranks], timeout_s)
+    infos = gather_results(groups, [one.described for _, one in ranks])
     for (group, one), info in zip(ranks, infos, strict=True):
         group.processes[one.rank] = info
     starts = [(one, info) for (_, one), info in zip(ranks, infos, strict=True)]
     # A failed import is the cause of a failed construction.
-    gather_results(groups, [replace(one.loaded, info=info) for one, info in starts], timeout_s)
-    built = gather_results(groups, [replace(one.built, info=info) for one, info in starts], timeout_s, on_built)
+    gather_results(groups, [replace(one.loaded, info=info) for one, info in starts])
+    built = gather_results(groups, [replace(one.built, info=info) for one, info in starts], None, on_built)
     for (group, one), info in zip(ranks, built, strict=True):
         group._infos[one.rank] = info
 

@@ -53,7 +53,7 @@ class RemoteFailure(Exception):
     """An exception of a worker, in a form that every process can unpickle; created with positional arguments.
 
     Attributes:
-        code: code of an error of megarl; empty = another exception.
+        code: code of a megarl error; empty = another exception.
         lost: whether the worker is unusable from now on.
         log: path of the worker's log file; empty if unknown.
         last_lines: last lines of that file before the exception.
@@ -87,7 +87,7 @@ _UNWATCHED = TracingOptions()
 
 
 class WorkerProcess:
-    """Host process of one worker.
+    """Host process of one worker. An exception of the worker's code becomes a :class:`RemoteFailure`.
 
     Args:
         env: environment variables, set before the worker's class is imported.
@@ -124,11 +124,7 @@ class WorkerProcess:
         return WorkerInfo(os.getpid(), ray.util.get_node_ip_address(), node, output_log(2), {})
 
     def load(self, worker: str | type) -> None:
-        """Import the worker's class, the longest part of the start; needs no other process.
-
-        Raises:
-            RemoteFailure: the import failed.
-        """
+        """Import the worker's class, the longest part of the start; needs no other process."""
         with self._reporting_errors("load"):
             self._worker_cls = _import_class(worker)
             if self._tracing.active:
@@ -156,11 +152,7 @@ class WorkerProcess:
             return host, self._reserved.getsockname()[1]
 
     def start(self, address: tuple[str, int], kwargs: Mapping[str, Any]) -> WorkerInfo:
-        """Build the worker as ``worker_cls(place, **kwargs)``.
-
-        Raises:
-            RemoteFailure: the constructor raised.
-        """
+        """Build the worker as ``worker_cls(place, **kwargs)``."""
         with self._reporting_errors("start"):
             assert self._worker_cls is not None, "load() comes first"
             host, port = address
@@ -173,11 +165,7 @@ class WorkerProcess:
             return WorkerInfo(**{**vars(self.describe()), "marks": read_marks(self._worker_cls)})
 
     def call(self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
-        """Run a verb and return its result if ``keep``; other processes return None, so that only owners send data.
-
-        Raises:
-            RemoteFailure: the verb raised.
-        """
+        """Run a verb and return its result if ``keep``; other processes return None, so that only owners send data."""
         with self._reporting_errors(verb, args):
             result = getattr(self._worker, verb)(*args, **kwargs)
         return result if keep else None
@@ -188,13 +176,10 @@ class WorkerProcess:
     ) -> tuple[BusyResult, Chunk | None]:
         """Run a ``SPLIT`` verb like :meth:`call`, and measure the seconds that this process was busy.
 
-        Token values of arguments come out of Ray's object store, and those of the result stay there.
+        The arguments' token values come out of Ray's object store, and the result's stay there.
 
         Returns:
             The result without its token values, and these values: two Ray objects.
-
-        Raises:
-            RemoteFailure: the verb raised.
         """
         from megarl.cluster.stored_chunks import receive, separated  # imports torch, which some workers do without
 
@@ -214,9 +199,6 @@ class WorkerProcess:
 
         Returns:
             The columns without their token values, with the facts; and these values: two Ray objects.
-
-        Raises:
-            RemoteFailure: the function raised.
         """
         from megarl.cluster.stored_chunks import receive, separated
 
@@ -232,9 +214,6 @@ class WorkerProcess:
         Returns:
             One payload per destination (None for a destination without payload), then a final None. The driver waits
             for the final None and never fetches a payload.
-
-        Raises:
-            RemoteFailure: the verb raised, or named a destination outside ``range(destinations)``.
         """
         with self._reporting_errors(verb, args):
             payloads = dict(getattr(self._worker, verb)(*args, **kwargs))
@@ -244,11 +223,7 @@ class WorkerProcess:
         return (*result, None)
 
     def call_gather(self, verb: str, args: Sequence[Any], *payloads: Any) -> None:
-        """Run a verb as ``verb(*args, payloads)`` with the list of payloads that are not None.
-
-        Raises:
-            RemoteFailure: the verb raised.
-        """
+        """Run a verb as ``verb(*args, payloads)`` with the list of payloads that are not None."""
         present = [payload for payload in payloads if payload is not None]
         with self._reporting_errors(verb, args):
             getattr(self._worker, verb)(*args, present)
@@ -267,11 +242,7 @@ class ServingWorkerProcess(WorkerProcess):
 
     @ray.method(concurrency_group=ASIDE)
     def call_aside(self, verb: str, *args: Any) -> Any:
-        """Run a ``RANK`` verb in one of several threads, during a call of :meth:`call`; it is not traced.
-
-        Raises:
-            RemoteFailure: the verb raised.
-        """
+        """Run a ``RANK`` verb in one of several threads, during a call of :meth:`call`; it is not traced."""
         try:
             return getattr(self._worker, verb)(*args)
         except (Exception, SystemExit) as error:
@@ -294,7 +265,7 @@ class _ErrorReport:
         try:
             self._profiled.begin_verb()
         except Exception as error:
-            raise self._failure(error, error.__traceback__) from None
+            raise _remote_failure(self._role, self._rank, self._verb, error, error.__traceback__) from None
         self._span.__enter__()
 
     def __exit__(
@@ -307,10 +278,7 @@ class _ErrorReport:
             count_memory()
         # SystemExit too: Ray would take it for a regular exit of the process.
         if isinstance(error, Exception | SystemExit):
-            raise self._failure(error, frames) from None
-
-    def _failure(self, error: BaseException, frames: TracebackType | None) -> RemoteFailure:
-        return _remote_failure(self._role, self._rank, self._verb, error, frames)
+            raise _remote_failure(self._role, self._rank, self._verb, error, frames) from None
 
 
 def _remote_failure(

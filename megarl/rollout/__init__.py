@@ -1,15 +1,13 @@
 """Rollout: the engine contract, the engines, and the router over their replicas.
 
-``interface`` is the contract, with its checks in ``request_checks``. ``registry`` creates engines by name, ``embedded``
-is the engine in plain torch, and ``sglang`` runs SGLang. ``router`` sends requests to replicas in the order of
-``request_scheduler``.
+``interface`` is the contract. ``registry`` creates engines by name, ``embedded`` is the engine in plain torch, and
+``sglang`` runs SGLang. ``router`` sends requests to replicas in the order of ``request_scheduler``.
 """
 
 from megarl.rollout.interface import (
     NO_VERSION,
     TAGS,
     Completion,
-    EngineHealth,
     EngineOptions,
     Request,
     RequestRefused,
@@ -23,7 +21,6 @@ __all__ = [
     "NO_VERSION",
     "TAGS",
     "Completion",
-    "EngineHealth",
     "EngineOptions",
     "Request",
     "RequestRefused",

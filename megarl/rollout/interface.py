@@ -17,13 +17,13 @@ continuously in a thread.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence, Sized
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
 import numpy as np
 
-from megarl.base.errors import MegarlError, WeightSyncError, WorkerLost
+from megarl.base.errors import ConfigError, MegarlError, ModelError, WeightSyncError, WorkerLost
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data.tokenizer_folder import end_token_of
 from megarl.models import read_model_config
@@ -31,14 +31,14 @@ from megarl.models.end_tokens import read_end_tokens
 from megarl.sharding.plan import NO_VERSION as NO_VERSION
 
 if TYPE_CHECKING:  # the planner, which must start in seconds, imports this package
-    from torch import Tensor
-
+    from megarl.models import ModelConfig
     from megarl.models.verification import ParamRectangle
     from megarl.sharding.receiver import ReplicaReceiver
 
 FinishReason: TypeAlias = Literal["stop", "length", "abort"]
 Tag: TypeAlias = Literal["weights", "kv_cache"]
 TAGS: tuple[Tag, ...] = ("weights", "kv_cache")
+DTYPES = ("float32", "bfloat16")
 
 POLL_S = 3600.0
 """Seconds that one poll of :meth:`RolloutEngine.generate` waits for a completion."""
@@ -225,16 +225,6 @@ class Completion:
 
 
 @dataclass(frozen=True)
-class EngineHealth:
-    """State of an engine; it is ready if it would serve a request now: not stale, awake, not shut down."""
-
-    ready: bool
-    stale: bool
-    weight_version: int
-    asleep: tuple[Tag, ...] = ()
-
-
-@dataclass(frozen=True)
 class EngineOptions:
     """Options of every engine.
 
@@ -258,11 +248,7 @@ class EngineOptions:
     quantization: str | None = None
 
     def end_tokens(self, folder: str) -> tuple[int, ...]:
-        """Return the tokens that end every sequence of the model in a folder.
-
-        Raises:
-            ModelError: a file of the folder is malformed.
-        """
+        """Return the tokens that end every sequence of the model in a folder; ModelError for a malformed file."""
         if self.eos_token_ids is not None:
             return self.eos_token_ids
         token = end_token_of(folder)
@@ -277,7 +263,33 @@ class EngineOptions:
 
 
 class RolloutEngine(abc.ABC):
-    """A generator of token sequences whose weights are replaced between batches. Not thread-safe."""
+    """A generator of token sequences whose weights are replaced between batches. Not thread-safe.
+
+    Attributes:
+        asleep: tags whose memory is free.
+
+    Raises:
+        ConfigError: an option is out of range.
+        ModelError: ``return_routes`` is set for a dense model, whose tokens have no experts.
+    """
+
+    def __init__(self, config: ModelConfig, options: EngineOptions) -> None:
+        if options.dtype not in DTYPES:
+            raise ConfigError(
+                f"dtype={options.dtype!r}, expected one of: {', '.join(DTYPES)}", code="engine.option-choice"
+            )
+        for name in ("tensor_parallel_size", "max_num_seqs"):
+            if getattr(options, name) < 1:
+                raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1", code="engine.option-range")
+        if options.return_routes and config.experts is None:
+            raise ModelError(
+                f"return_routes=True, but {config.architecture} is a dense model, whose tokens have no experts",
+                code="model.no-experts",
+            )
+        self.config, self.options = config, options
+        self.asleep: set[Tag] = set()
+        self._closed = False
+        self._max_length = options.max_model_len or config.max_position_embeddings
 
     @property
     @abc.abstractmethod
@@ -285,9 +297,9 @@ class RolloutEngine(abc.ABC):
         """Version of the current weights; -1 while the engine is stale."""
 
     @property
-    @abc.abstractmethod
     def stale(self) -> bool:
         """Whether the weights are absent or incomplete, so that requests are refused."""
+        return self.weight_version < 0
 
     @abc.abstractmethod
     def submit(self, requests: Sequence[Request]) -> None:
@@ -345,6 +357,45 @@ class RolloutEngine(abc.ABC):
             names.add(request.request_id)
         return names
 
+    def _check_request(self, request: Request) -> None:
+        """Check length, token ids and routes of a request.
+
+        Raises:
+            RequestRefused: the prompt is empty, the prior leaves nothing to generate, prompt and response exceed
+                ``max_model_len``, a token id is outside the vocabulary, or the engine records no experts.
+        """
+        vocab_size = self.config.vocab_size
+        name, prompt, limit = f"request '{request.request_id}'", request.prompt_ids, request.params.max_new_tokens
+        if not is_integer_type(type(request.seed)):
+            raise RequestRefused(f"{name}: seed={request.seed!r}, expected an integer", code="rollout.seed-type")
+        if not len(prompt):
+            raise RequestRefused(f"{name}: the prompt is empty, expected token ids", code="rollout.empty-prompt")
+        if len(prompt) + limit > self._max_length:
+            raise RequestRefused(
+                f"{name}: a prompt of {len(prompt)} and max_new_tokens={limit} exceed the engine's "
+                f"max_model_len={self._max_length}",
+                code="rollout.request-too-long",
+            )
+        if len(request.prior_ids) >= limit:
+            raise RequestRefused(
+                f"{name}: prior has {len(request.prior_ids)} tokens, expected fewer than {limit}",
+                code="rollout.prior-too-long",
+            )
+        if request.routes_from is not None:
+            if not self.options.return_routes:
+                raise RequestRefused(
+                    f"{name}: routes_from={request.routes_from}, but the engine has return_routes=False",
+                    code="rollout.routes-off",
+                )
+            if not 0 <= request.routes_from <= len(prompt):
+                raise RequestRefused(
+                    f"{name}: routes_from={request.routes_from}, expected 0 to {len(prompt)}, the prompt's end",
+                    code="rollout.routes-range",
+                )
+        check_token_ids(f"{name}: prompt_ids", prompt, vocab_size)
+        check_token_ids(f"{name}: prior", request.prior_ids, vocab_size)
+        check_token_ids(f"{name}: stop_token_ids", request.params.stop_token_ids, vocab_size)
+
     def generate(self, requests: Sequence[Request]) -> list[Completion]:
         """Generate all requests to their end, in order. No other request may be running."""
         self.submit(requests)
@@ -357,11 +408,7 @@ class RolloutEngine(abc.ABC):
 
     @abc.abstractmethod
     def load_hf(self, path: str, version: int = 0) -> None:
-        """Load all weights from a Hugging Face folder.
-
-        Raises:
-            ModelError: the folder is incomplete or holds another model.
-        """
+        """Load all weights from a Hugging Face folder; ModelError if it is incomplete or holds another model."""
 
     @property
     @abc.abstractmethod
@@ -377,19 +424,12 @@ class RolloutEngine(abc.ABC):
         """Allocate the memory that :meth:`sleep` freed; weights come back empty."""
 
     @abc.abstractmethod
-    def health(self) -> EngineHealth:
-        """Return the state of the engine; never raises."""
-
-    @abc.abstractmethod
-    def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """Return a rank's parameters by name, without padding, for verification; valid until the weights change."""
-
-    @abc.abstractmethod
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """Return a digest of each of a rank's parameters, by :func:`megarl.models.verification.tensor_checksum`."""
+        """Return the digests of a rank's parameters, by :func:`megarl.models.verification.tensor_checksum`."""
 
+    @abc.abstractmethod
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """Return the checksums of parts of each rank's parameters, computed there; of quantized ones, as they arrived.
+        """Return checksums of each rank's parameters in parts, computed there; of quantized ones, as they arrived.
 
         Args:
             rectangles: parts by tensor-parallel rank.
@@ -397,8 +437,6 @@ class RolloutEngine(abc.ABC):
         Raises:
             WeightSyncError: a parameter has another dtype than the rectangle.
         """
-        held = [self.weights(rank) for rank in range(len(rectangles))]
-        return [[part.checksum(held[rank][part.name]) for part in parts] for rank, parts in enumerate(rectangles)]
 
     def fingerprint(self) -> tuple[str, ...]:
         """Return a digest of each rank's weights, computed by the engine; empty if it cannot compute one."""
@@ -407,3 +445,35 @@ class RolloutEngine(abc.ABC):
     @abc.abstractmethod
     def shutdown(self) -> None:
         """Free everything; the engine serves nothing afterwards. May be called twice."""
+
+
+def check_tags(tags: Iterable[Tag]) -> set[Tag]:
+    """Return sleep tags as a set, or raise RolloutError for an unknown one."""
+    chosen = set(tags)
+    if unknown := chosen - set(TAGS):
+        raise RolloutError(
+            f"sleep tag {sorted(unknown)[0]!r} is unknown; known ones: {', '.join(TAGS)}",
+            code="engine.unknown-sleep-tag",
+        )
+    return chosen
+
+
+def check_none_running(running: Sized, action: str, error: type[MegarlError] = RolloutError) -> None:
+    """Raise an error that tells to do ``action`` later, if requests are running."""
+    if running:
+        raise error(f"{len(running)} requests are running: {action} when none is", code="engine.requests-running")
+
+
+def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
+    """Check that the token ids of ``source`` are integers in the vocabulary; RequestRefused if one is not."""
+    values = list(ids)
+    for kind in set(map(type, values)):
+        if not is_integer_type(kind):
+            raise RequestRefused(
+                f"{source}: expected integers, there is a {kind.__name__}", code="rollout.token-id-type"
+            )
+    if values and not (min(values) >= 0 and max(values) < vocab_size):
+        outside = next(token for token in values if not 0 <= token < vocab_size)
+        raise RequestRefused(
+            f"{source}: {outside} is no token id, the vocabulary has {vocab_size}", code="rollout.token-id-range"
+        )

@@ -70,7 +70,7 @@ def create_engine(name: str, model_path: str, options: EngineOptions | None = No
         model_path: Hugging Face folder; only its configuration is read.
 
     Raises:
-        ConfigError: the name is unknown (lists the known ones), or the engine refuses an option.
+        ConfigError: the name is unknown, or the engine refuses an option.
         ModelError: the folder has no usable ``config.json``.
     """
     return ENGINES[name].create(model_path, options or EngineOptions())
@@ -80,8 +80,8 @@ def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) ->
     """Check that an engine supports a model, before anything starts.
 
     Raises:
-        ConfigError: the name is unknown (lists the known ones), or the engine does not return the routes that training
-            replays, or does not quantize weights.
+        ConfigError: the name is unknown, or the engine does not return the routes that training replays, or does not
+            quantize weights.
         ModelError: the engine does not support the model; gives the reason.
     """
     entry = ENGINES[name]
@@ -102,9 +102,5 @@ def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) ->
 
 
 def engine_vocab_multiple(name: str) -> int:
-    """Return the number to a multiple of which an engine pads the vocabulary before it divides the rows.
-
-    Raises:
-        ConfigError: the name is unknown (lists the known ones).
-    """
+    """Return :attr:`EngineEntry.vocab_multiple`; ConfigError for an unknown name."""
     return ENGINES[name].vocab_multiple

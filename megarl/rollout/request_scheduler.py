@@ -132,7 +132,7 @@ class _Replica:
 
 
 class RequestScheduler:
-    """Running requests of each replica, and the queue of waiting ones.
+    """The replicas' running requests, and the queue of waiting ones.
 
     A replica has at most ``capacity`` requests. The rest waits here, and the next free replica takes it. So no replica
     is idle while requests wait. The longest expected requests go first, since a long response started last would delay

@@ -4,19 +4,115 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import heapq
+import itertools
 import logging
 import secrets
 import time
+from collections import defaultdict
 from collections.abc import AsyncIterator, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from types import TracebackType
 from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
+from megarl.base.reductions import Smallest, Total
 from megarl.rollout.interface import Completion, Request, RolloutError, SamplingParams
 from megarl.rollout.request_scheduler import PendingRequest, RequestScheduler
-from megarl.rollout.router_stats import RequestSpans, RouterStats
-from megarl.tracing import TRACER
+from megarl.tracing import TRACER, counter, past_span
+
+
+@dataclass
+class RouterStats:
+    """Statistics of a router.
+
+    Attributes:
+        lost: reasons by lost replica.
+        handled: lost replicas that have left, or that another process has replaced.
+        discarded_tokens: generated tokens of interrupted requests that an engine could not continue and began again.
+        served_s: seconds in which each replica was connected.
+        idle_while_waiting_s: seconds that replicas were idle while requests waited, over all replicas.
+    """
+
+    lost: dict[int, str] = field(default_factory=dict)
+    moved: int = 0
+    discarded_tokens: int = 0
+    busy_s: dict[int, float] = field(default_factory=dict)
+    served_s: dict[int, float] = field(default_factory=dict)
+    idle_while_waiting_s: float = 0.0
+    runners_lost: int = 0
+    handled: set[int] = field(default_factory=set)
+
+    @property
+    def to_replace(self) -> set[int]:
+        """Lost replicas that were neither replaced nor removed."""
+        return self.lost.keys() - self.handled
+
+    @classmethod
+    def merged(cls, parts: Sequence[RouterStats], runners_lost: int) -> RouterStats:
+        """Join the statistics of routers that shared the replicas.
+
+        A replica counts as busy as the router that used it longest: routers with even shares use it at the same time.
+        """
+        merged = cls(runners_lost=runners_lost)
+        for part in parts:
+            for longest, seconds in ((merged.busy_s, part.busy_s), (merged.served_s, part.served_s)):
+                longest |= {replica: max(used, longest.get(replica, 0.0)) for replica, used in seconds.items()}
+            merged.lost |= part.lost
+            merged.handled |= part.handled
+            merged.moved += part.moved
+            merged.discarded_tokens += part.discarded_tokens
+            merged.idle_while_waiting_s += part.idle_while_waiting_s
+        return merged
+
+    def metrics(self) -> dict[str, float]:
+        """Return ``rollout/*`` metrics; without time or replicas there is no utilization."""
+        shares = [self.busy_s[replica] / seconds for replica, seconds in self.served_s.items() if seconds > 0]
+        metrics: dict[str, float] = {
+            "rollout/idle_while_waiting_s": Total(self.idle_while_waiting_s),
+            "rollout/replicas_lost": Total(len(self.lost)),
+            "rollout/requests_moved": Total(self.moved),
+            "rollout/runners_lost": Total(self.runners_lost),
+            "rollout/discarded_tokens": Total(self.discarded_tokens),
+        }
+        if shares:
+            metrics["rollout/replica_utilization/mean"] = sum(shares) / len(shares)
+            metrics["rollout/replica_utilization/min"] = Smallest(min(shares))
+        return metrics
+
+
+class _RequestSpans:
+    """Timeline of requests at replicas, if one records: a span per request, counters of running and waiting ones."""
+
+    def __init__(self) -> None:
+        self._started: dict[tuple[int, str], tuple[int, int]] = {}
+        self._free: dict[int, list[int]] = defaultdict(list)
+        self._lanes: dict[int, itertools.count[int]] = defaultdict(itertools.count)
+
+    def started(self, replica: int, requests: Iterable[str]) -> None:
+        if TRACER.recording:
+            now, free = time.monotonic_ns(), self._free[replica]
+            for request in requests:  # in the lowest free lane, so that spans do not overlap
+                self._started[replica, request] = now, heapq.heappop(free) if free else next(self._lanes[replica])
+
+    def finished(self, replica: int, request: str, prompt: int, tokens: int | None) -> None:
+        """Record the end of a request; ``tokens`` is None if the replica lost or aborted it."""
+        started = self._started.pop((replica, request), None)
+        if started is not None:
+            start, lane = started
+            heapq.heappush(self._free[replica], lane)
+            name = f"replica {replica} place {lane}"
+            past_span("request", "rollout", start, name, request=request, prompt_tokens=prompt, tokens=tokens)
+
+    def lost(self, replica: int) -> None:
+        for number, request in [key for key in self._started if key[0] == replica]:
+            self.finished(number, request, 0, None)
+
+    def count(self, scheduler: RequestScheduler) -> None:
+        if TRACER.recording:
+            for replica in scheduler.replicas:
+                counter(f"replica {replica} requests", busy=len(scheduler.held(replica)))
+            counter("requests waiting", waiting=scheduler.waiting)
+
 
 logger = logging.getLogger(__name__)
 
@@ -64,8 +160,6 @@ class _Connection:
     """Connection to one replica.
 
     Attributes:
-        has_calls: set if there is something to send.
-        accepted: set if it has got requests.
         pump: sends and receives; None before the router is entered.
         leaves: whether its requests move to other replicas.
     """
@@ -79,7 +173,6 @@ class _Connection:
     leaves: bool = False
 
     def abort(self, entries: Iterable[PendingRequest]) -> None:
-        """Abort requests."""
         self.aborted += [entry.request.request_id for entry in entries]
         self.has_calls.set()
 
@@ -126,7 +219,7 @@ class Router:
         self._count = self.finished = 0
         self._since = time.perf_counter()
         self.stats = RouterStats()
-        self._spans = RequestSpans()
+        self._spans = _RequestSpans()
         for number, replica in replicas.items():
             self._join(number, replica)
 
@@ -136,9 +229,7 @@ class Router:
             self._start_pump(number)
         return self
 
-    async def __aexit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    async def __aexit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             if error is None:
                 await self._drain()
@@ -193,8 +284,7 @@ class Router:
 
         Args:
             key: requests with one key share a prefix; empty = no shared prefix.
-            routes_from: see :class:`~megarl.rollout.interface.Request`.
-            prior: see :class:`~megarl.rollout.interface.Request`.
+            routes_from, prior: see :class:`~megarl.rollout.interface.Request`.
 
         Raises:
             NoReplicaLeft: all replicas are lost.
@@ -248,12 +338,10 @@ class Router:
 
     async def _drain(self, replicas: Collection[int] | None = None) -> None:
         """Wait until replicas (None = all) have ended or aborted all requests that they have."""
-
-        def have_requests() -> bool:
+        while self._failure is None:
             numbers = self._scheduler.replicas
-            return any(self._scheduler.held(number) for number in numbers if replicas is None or number in replicas)
-
-        while self._failure is None and have_requests():
+            if not any(self._scheduler.held(number) for number in numbers if replicas is None or number in replicas):
+                return
             self._changed.clear()
             await self._changed.wait()
 
@@ -293,14 +381,12 @@ class Router:
         pump.add_done_callback(self._pumps.discard)
 
     def _disconnect(self, number: int) -> list[PendingRequest]:
-        """Forget a replica; return the requests that it has."""
         pump = self._connections.pop(number).pump
         if pump is not None and pump is not asyncio.current_task():
             pump.cancel()
         return self._scheduler.remove(number)
 
     async def _pump(self, number: int) -> None:
-        """Send requests to one replica and receive completions, until it is lost."""
         connection = self._connections[number]
         tasks = [asyncio.create_task(self._send(connection)), asyncio.create_task(self._fetch(number, connection))]
         try:
@@ -326,7 +412,6 @@ class Router:
             connection.accepted.set()
 
     async def _fetch(self, number: int, connection: _Connection) -> None:
-        """Fetch completions from a replica while it has requests."""
         while True:
             await connection.accepted.wait()
             connection.accepted.clear()
@@ -373,21 +458,18 @@ class Router:
         self._changed.set()
 
     def _lose(self, number: int, reason: str) -> None:
-        """Continue without a lost replica: its requests begin again on the others."""
         self._requeue(number, reason)
-        if not self._scheduler.replicas:
+        if self._scheduler.replicas:
+            self._dispatch()
+        else:
             count = len(self._numbers)
             lost = f"all {count} rollout replicas are lost; the last" if count > 1 else "the only replica is lost"
             self.no_replica = NoReplicaLeft(f"{lost}: {reason}", code="rollout.no-replica-left")
             if not self._waits:
                 self._fail(self.no_replica)
-            self._changed.set()
-            return
-        self._dispatch()
         self._changed.set()
 
     def _requeue(self, number: int, reason: str) -> None:
-        """Disconnect a lost replica, and put its requests back into the queue."""
         TRACER.progress()
         self._account()
         entries = self._disconnect(number)
@@ -413,7 +495,6 @@ class Router:
         self._entries = {}
 
     def _account(self) -> None:
-        """Account for the time since the last change."""
         now = time.perf_counter()
         passed, self._since = now - self._since, now
         for number in self._scheduler.replicas:

@@ -32,10 +32,6 @@ class _Client:
     ended: list[Completion] = field(default_factory=list)
     failure: Exception | None = None
 
-    @property
-    def has_news(self) -> bool:
-        return bool(self.ended) or self.failure is not None
-
 
 @dataclass
 class _OpenRequest:
@@ -86,7 +82,7 @@ class EngineServer:
             client: name of the caller; only its :meth:`completions` return the results.
             requests: new requests, whose ids are unique among all clients. One that the engine cannot continue begins
                 without its ``prior``.
-            aborted: ids of requests to abort; an unknown id is ignored.
+            aborted: ids of requests to abort; an unknown one is ignored.
         """
         with self._changed:
             if client in self._gone:
@@ -135,7 +131,7 @@ class EngineServer:
         deadline = time.monotonic() + wait_s
         with self._changed:
             state, polls = self._clients.get(client, _Client()), self._polls
-            while state.running and not state.has_news:
+            while state.running and not (state.ended or state.failure):
                 left = deadline - time.monotonic()
                 if left <= 0 and (self._paused or self._polls > polls):
                     break

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from megarl.base.errors import StepImpossible, WorkerError
 from megarl.base.formatting import count_noun
 from megarl.base.signals import sleep
-from megarl.cluster.calls import gather_results
-from megarl.cluster.failures import WorkerCall, all_ended
+from megarl.cluster.calls import WorkerCall, all_ended, gather_results
 from megarl.cluster.rank_starter import StartingRank
 from megarl.cluster.role_groups import RolloutGroup
 from megarl.tracing import TRACER

@@ -9,11 +9,11 @@ from typing import ClassVar, TypeVar
 
 from megarl.base.errors import WeightSyncError, WorkerError
 from megarl.base.reductions import Metrics
-from megarl.cluster import WorkerFailed, WorkerSilent
-from megarl.cluster.replica_processes import ReplicaProcess, replica_processes
+from megarl.cluster.agent_runners import ReplicaProcess, replica_processes
+from megarl.cluster.calls import WorkerFailed, WorkerSilent
 from megarl.cluster.role_groups import RolloutGroup
 from megarl.cluster.sharding_manager import ShardingManager
-from megarl.rollout.router_stats import RouterStats
+from megarl.rollout.router import RouterStats
 from megarl.rollout.serving import HeldRequests
 from megarl.samples.elastic_replicas import ElasticReplicas
 from megarl.samples.hybrid_replicas import HybridReplicas

@@ -5,8 +5,10 @@ from __future__ import annotations
 from collections.abc import Collection, Mapping, Sequence
 from dataclasses import replace
 
-from megarl.cluster import PerRank, PlacedPool, wait_all, wait_ready
+from megarl.cluster.calls import PerRank, wait_all
+from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import RolloutGroup, RolloutNodeGroup
+from megarl.cluster.worker_group import wait_ready
 from megarl.config.schema.jobs import PolicyConfig
 from megarl.models import ParallelLayout
 from megarl.rollout.sglang.options import EngineNodes

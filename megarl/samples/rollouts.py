@@ -34,8 +34,7 @@ from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.data import DataProto
 from megarl.rewards.outcome import REWARD_COUNTS
 from megarl.rollout.interface import SamplingParams
-from megarl.rollout.router import Replica
-from megarl.rollout.router_stats import RouterStats
+from megarl.rollout.router import Replica, RouterStats
 
 TRAINING, VALIDATION = 0, 1
 """Seed streams of training and validation."""

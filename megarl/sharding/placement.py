@@ -21,8 +21,8 @@ CPU = "cpu"
 class RolloutLayout(NamedTuple):
     """Parallel sizes of the rollout role. Replica ``r`` has the ranks ``r * tp`` to ``r * tp + tp - 1``.
 
-    Expert parallelism is inside the tensor-parallel ranks of a replica, as in SGLang. The experts of a layer are
-    divided over ``ep`` groups of ``tp / ep`` neighboring ranks, and each expert is split over the ranks of its group.
+    Expert parallelism is inside the tensor-parallel ranks of a replica, as in SGLang. A layer's experts are
+    divided over ``ep`` groups of ``tp / ep`` neighboring ranks, and each expert is split over its group's ranks.
 
     Attributes:
         tp: ranks of one replica.

@@ -28,7 +28,6 @@ from typing import NamedTuple
 import numpy as np
 
 from megarl.models import ParallelLayout, WeightMap
-from megarl.models.weight_map import ShardPattern
 from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.schedule import choose_sources, schedule_buckets
 from megarl.sharding.transfers import FLOAT32_BYTES, Column, Index, Numbers, TransferTable, compact, replica_transfers
@@ -118,11 +117,7 @@ class ReshardPlan:
         return next(wave.buckets for wave in self.waves if replica in wave.replicas)
 
     def pair_nbytes(self, wave: SyncWave | None = None) -> tuple[Numbers, Numbers, Numbers]:
-        """Return the bytes per pair of ranks in one sync, or in one wave of it.
-
-        Returns:
-            Columns of training ranks, rollout ranks and bytes.
-        """
+        """Return the bytes per pair of ranks in one sync, or one wave: training ranks, rollout ranks and bytes."""
         part = slice(None) if wave is None else slice(wave.replicas.start, wave.replicas.stop)
         source, world = self.source[part], self.rollout.world_size
         destination = np.arange(self.rollout.replicas)[:, None] * self.rollout.tp + self.table.target
@@ -144,20 +139,20 @@ class RankPlan:
         transfer: ``[entries]``, row number in the table.
         source: ``[entries]``, sending training rank.
         bucket: ``[entries]``, bucket number.
-        buckets: bytes of each bucket, over all ranks.
         wave: numbers of the buckets that the rank takes part in.
+        buckets: bytes of each bucket, over all ranks.
     """
 
     rank: int
     sends: bool
-    rollout: RolloutLayout
     table: TransferTable
     replica: Column
     transfer: Column
     source: Column
     bucket: Column
-    buckets: tuple[int, ...]
     wave: range
+    rollout: RolloutLayout
+    buckets: tuple[int, ...]
     first_copy_rank: int
     float32_params: frozenset[str]
 
@@ -241,26 +236,24 @@ def build_plan(
         buckets=tuple(sizes),
         waves=tuple(waves),
         first_copy_rank=train.world_size - train.ranks_per_stage,
-        float32_params=_float32_params(patterns),
+        float32_params=frozenset(
+            name.format(layer=layer)
+            for pattern in patterns
+            if pattern.float32
+            for layer in pattern.layers
+            for name in (pattern.megatron, pattern.rollout)
+        ),
     )
 
 
 class TransferUsage(NamedTuple):
-    """Resources that one process used for a sync.
-
-    Attributes:
-        peak_bytes: peak memory of the process for the sync, besides its weights.
-    """
+    """Peak memory that one process used for a sync, besides its weights."""
 
     peak_bytes: int
 
 
 def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:
-    """Yield the plan of each training rank.
-
-    Args:
-        ranks: number of training ranks, including ranks that send nothing.
-    """
+    """Yield the plans of ``ranks`` training ranks, also if they send nothing."""
     source, bucket = plan.source.ravel(), plan.bucket.ravel()
     order = np.argsort(source, kind="stable")
     bounds = np.searchsorted(source[order], np.arange(ranks + 1))
@@ -269,8 +262,7 @@ def sender_plans(plan: ReshardPlan, ranks: int) -> Iterator[RankPlan]:
         replica, transfer = np.divmod(entries, plan.source.shape[1])
         transfers, transfer = np.unique(transfer, return_inverse=True)
         columns = (replica, transfer, source[entries], bucket[entries])
-        every_bucket = range(len(plan.buckets))
-        yield _rank_plan(plan, rank, True, plan.table.select(transfers), columns, every_bucket)
+        yield _rank_plan(plan, rank, True, plan.table.select(transfers), columns, range(len(plan.buckets)))
 
 
 def receiver_plans(plan: ReshardPlan) -> Iterator[RankPlan]:
@@ -305,51 +297,27 @@ def buckets_of(
 ) -> list[Bucket]:
     """Return the ops of some transfers by bucket; the columns have one entry per transfer."""
     ops: list[list[TransferOp]] = [[] for _ in plan.buckets]
-    builder = _OpBuilder(plan.table, plan.rollout, plan.first_copy_rank)
     columns = (column.tolist() for column in (replicas, transfers, sources, buckets))
     for replica, transfer, source, bucket in zip(*columns, strict=True):
-        ops[bucket].extend(builder.ops(transfer, source, replica))
+        ops[bucket].extend(_ops(plan, transfer, source, replica))
     return [Bucket(tuple(bucket_ops), size) for bucket_ops, size in zip(ops, plan.buckets, strict=True)]
 
 
-@dataclass(frozen=True, eq=False)
-class _OpBuilder:
-    table: TransferTable
-    rollout: RolloutLayout
-    first_copy_rank: int
-
-    def ops(self, transfer: int, source: int, replica: int) -> Iterator[TransferOp]:
-        table = self.table
-        rank = replica * self.rollout.tp + int(table.target[transfer])
-        rows = slice(*table.first_row[transfer : transfer + 2].tolist())
-        columns = (table.overlap[rows], table.layer[rows], table.expert[rows])
-        for number, layer, expert in zip(*(column.tolist() for column in columns), strict=True):
-            overlap = table.overlaps[number]
-            pattern = table.patterns[overlap.pattern]
-            src_name = pattern.copy if pattern.copy and source >= self.first_copy_rank else pattern.megatron
-            dst_start, shape = overlap.dst_start, overlap.shape
-            if pattern.experts:
-                dst_start = (expert % (pattern.experts // self.rollout.ep), *dst_start)
-                shape = (1, *shape)
-            yield TransferOp(
-                source,
-                src_name.format(layer=layer, expert=expert),
-                rank,
-                pattern.rollout.format(layer=layer),
-                overlap.src_start,
-                dst_start,
-                shape,
-            )
-
-
-def _float32_params(patterns: tuple[ShardPattern, ...]) -> frozenset[str]:
-    return frozenset(
-        name.format(layer=layer)
-        for pattern in patterns
-        if pattern.float32
-        for layer in pattern.layers
-        for name in (pattern.megatron, pattern.rollout)
-    )
+def _ops(plan: ReshardPlan | RankPlan, transfer: int, source: int, replica: int) -> Iterator[TransferOp]:
+    table = plan.table
+    rank = replica * plan.rollout.tp + int(table.target[transfer])
+    rows = slice(*table.first_row[transfer : transfer + 2].tolist())
+    columns = (table.overlap[rows], table.layer[rows], table.expert[rows])
+    for number, layer, expert in zip(*(column.tolist() for column in columns), strict=True):
+        overlap = table.overlaps[number]
+        pattern = table.patterns[overlap.pattern]
+        src_param = pattern.copy if pattern.copy and source >= plan.first_copy_rank else pattern.megatron
+        dst_start, shape = overlap.dst_start, overlap.shape
+        if pattern.experts:
+            dst_start = (expert % (pattern.experts // plan.rollout.ep), *dst_start)
+            shape = (1, *shape)
+        names = src_param.format(layer=layer, expert=expert), pattern.rollout.format(layer=layer)
+        yield TransferOp(source, names[0], rank, names[1], overlap.src_start, dst_start, shape)
 
 
 def _rank_plan(
@@ -361,17 +329,5 @@ def _rank_plan(
     wave: range,
 ) -> RankPlan:
     replica, transfer = (compact(column.astype(np.int32)) for column in columns[:2])
-    return RankPlan(
-        rank=rank,
-        sends=sends,
-        rollout=plan.rollout,
-        table=table,
-        replica=replica,
-        transfer=transfer,
-        source=columns[2],
-        bucket=columns[3],
-        buckets=plan.buckets,
-        wave=wave,
-        first_copy_rank=plan.first_copy_rank,
-        float32_params=plan.float32_params,
-    )
+    shared = (plan.rollout, plan.buckets, plan.first_copy_rank, plan.float32_params)
+    return RankPlan(rank, sends, table, replica, transfer, columns[2], columns[3], wave, *shared)

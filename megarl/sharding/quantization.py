@@ -39,10 +39,9 @@ class IncomingMatrices:
 
     Args:
         is_linear: whether a parameter is quantized; see :meth:`megarl.models.WeightMap.is_linear`.
-        storage: memory of the matrices.
 
     Attributes:
-        storage: see above; may be replaced between updates.
+        storage: memory of the matrices; may be replaced between updates.
         nbytes: memory of the incomplete matrices.
         peak_bytes: maximum of ``nbytes`` in this update.
     """
@@ -85,11 +84,7 @@ class IncomingMatrices:
                 self._close(matrix)
 
     def end(self, version: int) -> None:
-        """Check the matrices of a complete update.
-
-        Raises:
-            WeightSyncError: weights are not finite; names the first matrix.
-        """
+        """Raise a WeightSyncError that names the first matrix with infinite or NaN weights in an update, if any."""
         matrices = list(self._finite)
         if not matrices:
             return
@@ -104,11 +99,7 @@ class IncomingMatrices:
             )
 
     def checksum(self, part: ParamRectangle) -> int:
-        """Return the checksum of a part of a matrix before its quantization in this update.
-
-        Raises:
-            WeightSyncError: the part did not arrive, or not in the compared dtype.
-        """
+        """Return a matrix part's checksum before its quantization; WeightSyncError if it did not arrive."""
         key = (part.name, tuple(part.at), part.dtype)
         if key not in self._checksums:
             raise WeightSyncError(
@@ -133,17 +124,14 @@ class IncomingMatrices:
         self.peak_bytes = max(self.peak_bytes, self.nbytes)
 
     def _close(self, matrix: MatrixId) -> None:
-        weights = self._incoming.pop(matrix)
-        self._record_checksums(matrix, weights)
-        self._finite[matrix] = self.storage.store(matrix, weights)
-        self.nbytes -= weights.nbytes
-
-    def _record_checksums(self, matrix: MatrixId, weights: Tensor) -> None:
-        name, _ = matrix
+        """Record the checksums of a complete matrix, then quantize it."""
+        weights, name = self._incoming.pop(matrix), matrix[0]
         dtype = str(weights.dtype).removeprefix("torch.")
         for piece in self._pieces[matrix]:
             part = ParamRectangle(name, piece.at[-2:], piece.shape, piece.start, piece.shape, dtype)
             self._checksums[name, tuple(piece.at), dtype] = part.checksum(weights)
+        self._finite[matrix] = self.storage.store(matrix, weights)
+        self.nbytes -= weights.nbytes
 
 
 def check_blocks(config: ModelConfig, tp: int) -> None:

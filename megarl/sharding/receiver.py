@@ -73,11 +73,7 @@ class ReplicaReceiver(abc.ABC):
 
     @abc.abstractmethod
     def open(self, session: int) -> None:
-        """Prepare all ranks to receive; a new session waits for the training ranks.
-
-        Raises:
-            WeightSyncError: a process did not join.
-        """
+        """Prepare all ranks to receive; a new session waits for the training ranks, WeightSyncError if one is late."""
 
     @abc.abstractmethod
     def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
@@ -125,11 +121,7 @@ class ShardWeights:
         return 0 if self.matrices is None else self.matrices.peak_bytes
 
     def begin(self, version: int) -> None:
-        """Begin an update; an unfinished one is dropped.
-
-        Raises:
-            WeightSyncError: ``version`` is negative.
-        """
+        """Begin an update; an unfinished one is dropped. See :func:`check_version`."""
         check_version(version)
         self.version, self._update_version = NO_VERSION, version
         self._covers = {
@@ -184,7 +176,7 @@ class ShardWeights:
         self.version = version
 
     def rectangle_checksum(self, part: ParamRectangle, *, convert: bool = False) -> int:
-        """Return the checksum of a part of a parameter as it was sent; of a quantized one, as it arrived.
+        """Return a parameter part's checksum as it was sent; of a quantized one, as it arrived.
 
         Args:
             convert: see :meth:`megarl.models.verification.ParamRectangle.checksum`.
@@ -224,8 +216,7 @@ class BucketReceiver:
         """Create the receiver of this process, whose parameters are on ``device``."""
         plan, dtype = spec.plan, getattr(torch, spec.dtype)
         buckets = plan.received_by(plan.rank)
-        size = largest_bucket(buckets, dtype, plan.float32_params)
-        sources = source_ranks(buckets)
+        size, sources = largest_bucket(buckets, dtype, plan.float32_params), source_ranks(buckets)
         peers = PeerTransports.for_receiver(spec.routes, plan.rank, sources, device, spec.address, size)
         return cls(plan, plan.rank, weights, peers, dtype)
 
@@ -297,11 +288,7 @@ class BucketReceiver:
 
 
 def route_messages(messages: Iterable[Message], ranks: Sequence[int]) -> list[list[Message]]:
-    """Return the messages of a bucket for each of a replica's ranks.
-
-    Raises:
-        WeightSyncError: a message is for another replica.
-    """
+    """Return a bucket's messages for each rank of a replica; WeightSyncError for a message to another replica."""
     routed: dict[int, list[Message]] = {rank: [] for rank in ranks}
     for message in messages:
         if message.dst_rank not in routed:
@@ -329,11 +316,7 @@ def _message_layouts(bucket: Bucket, dtype: torch.dtype, float32_params: frozens
 
 
 def check_complete(covers: Iterable[Coverage], version: int) -> None:
-    """Check that every element was written.
-
-    Raises:
-        WeightSyncError: elements are missing; names the first parameter.
-    """
+    """Raise a WeightSyncError that names the first parameter with missing elements, if any."""
     covers = list(covers)
     gaps = [cover for cover in covers if cover.written != cover.expected]
     if gaps:
@@ -346,10 +329,6 @@ def check_complete(covers: Iterable[Coverage], version: int) -> None:
 
 
 def check_version(version: int) -> None:
-    """Check the version of an update.
-
-    Raises:
-        WeightSyncError: it is negative.
-    """
+    """Raise a WeightSyncError for a negative version of an update."""
     if version < 0:
         raise WeightSyncError(f"weight version {version}, expected a number >= 0", code="sync.negative-version")

@@ -1,4 +1,4 @@
-"""Scheduling of transfers: the sending rank of each, and the bucket of each.
+"""Scheduling of transfers: the sending rank and the bucket of each.
 
 :func:`choose_sources` picks the nearest holder and balances the bytes among equally near ones. :func:`schedule_buckets`
 spreads the traffic of every pair of ranks evenly over the buckets and keeps every rank below the bucket size.
@@ -33,9 +33,9 @@ def choose_sources(
     Raises:
         ValueError: the placement has another number of ranks than the layouts.
     """
-    runs = _Runs.of(table, replicas)
+    runs = _Runs.of(table)
     locations = _Locations.of(table, rollout, num_sources, placement)
-    key = locations.nearest(runs.holders, runs.destination(rollout))
+    key = locations.nearest(runs.holders, np.asarray(replicas)[:, None] * rollout.tp + runs.target)
     return _divide(table, runs, key, locations)
 
 
@@ -43,25 +43,18 @@ def choose_sources(
 class _Runs:
     """Runs of a replica's transfers between the same ranks; equal for all replicas."""
 
-    first: Numbers  # [runs], first transfer
     transfer_run: Numbers  # [transfers]
     holders: Column  # [runs]
     target: Column  # [runs]
     nbytes: Numbers  # [runs]
-    replicas: range
 
     @classmethod
-    def of(cls, table: TransferTable, replicas: range) -> _Runs:
+    def of(cls, table: TransferTable) -> _Runs:
         begins = np.ones(len(table.target), dtype=bool)
         begins[1:] = (np.diff(table.target) != 0) | (np.diff(table.holders) != 0)
         first = np.flatnonzero(begins)
         nbytes = np.add.reduceat(table.transfer_nbytes, first)
-        return cls(first, np.cumsum(begins) - 1, table.holders[first], table.target[first], nbytes, replicas)
-
-    def destination(self, rollout: RolloutLayout) -> Numbers:
-        """``[replicas, runs]``, the receiving rollout rank."""
-        destination: Numbers = np.asarray(self.replicas)[:, None] * rollout.tp + self.target
-        return destination
+        return cls(np.cumsum(begins) - 1, table.holders[first], table.target[first], nbytes)
 
 
 @dataclass(frozen=True, eq=False)
@@ -99,9 +92,6 @@ class _Locations:
             at = np.searchsorted(self.keys, near).clip(max=len(self.keys) - 1)
             key = np.where(self.keys[at] == near, near, key)
         return key
-
-    def candidates(self, key: int) -> Numbers:
-        return self.ranks[slice(*np.searchsorted(self.keys, (key, key + 1)))]
 
 
 def _location_numbers(
@@ -151,7 +141,7 @@ def _shares(
     The keys follow each other in that sequence.
     """
     load = np.zeros(int(locations.ranks.max()) + 1)
-    candidates = [locations.candidates(key) for key in keys]
+    candidates = [locations.ranks[slice(*np.searchsorted(locations.keys, (key, key + 1)))] for key in keys]
     ends: list[NDArray[np.float64]] = [np.empty(0)] * len(keys)
     # Keys with the fewest candidates first: keys with more candidates even out the load afterwards.
     for position in np.argsort([len(ranks) for ranks in candidates], kind="stable"):
@@ -188,8 +178,8 @@ def schedule_buckets(
         destination: ``[transfers]``, rollout rank; ascending.
         nbytes: ``[transfers]``, each at most ``bucket_bytes``.
         bucket_bytes: maximum bytes that a rank sends, and that a rank receives, in one bucket.
-        together: all pairs of ranks go through their transfers, which have the order of the layers, at the same time,
-            so that the parts of a matrix arrive soon after each other; otherwise each pair starts at its own point,
+        together: all pairs of ranks go through their transfers, which have layer order, at the same time, so that a
+            matrix's parts arrive soon after each other; otherwise each pair starts at its own point,
             which fills the buckets more evenly.
 
     Returns:

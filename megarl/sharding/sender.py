@@ -12,8 +12,7 @@ from torch import Tensor
 
 from megarl.base.errors import WeightSyncError
 from megarl.sharding.plan import Bucket, RankPlan, ReshardPlan, TransferOp, TransferUsage
-from megarl.sharding.transports import BUFFERS, Buffer, BufferSlice, MemoryKind, buffer_pool
-from megarl.sharding.transports.interface import PeerTransports
+from megarl.sharding.transports.interface import BUFFERS, Buffer, BufferSlice, MemoryKind, PeerTransports, buffer_pool
 
 ALIGNMENT = 64
 """Alignment in bytes of the messages within a buffer."""
@@ -176,11 +175,7 @@ class BucketSender:
 
 
 def source_slice(params: Mapping[str, Tensor], op: TransferOp) -> Tensor:
-    """Return the view of a training rank's parameter that a transfer op reads.
-
-    Raises:
-        WeightSyncError: the parameter is missing or too small.
-    """
+    """Return the view of a parameter that a transfer op reads; WeightSyncError if it is missing or too small."""
     tensor = params.get(op.src_param)
     if tensor is None:
         text = f"training rank {op.src_rank} has no parameter '{op.src_param}', the plan needs it"

@@ -1,4 +1,4 @@
-"""The weight loader inside each of SGLang's ranks.
+"""The weight loader inside each of SGLang's ranks, and the ranks' parameters under the names of the weight map.
 
 SGLang calls :func:`load` with the model and a list of (name, tensor) for ``update_weights_from_tensor``. The name is
 the address of the engine, in JSON. The rank connects to it, and runs and answers its commands until the engine hangs
@@ -9,6 +9,10 @@ them. Weights are not among the commands, except with the transport ``inline``: 
 SGLang does not report errors of a custom loader, and an exception would end the server. So the loader never raises: it
 replies with an error. Both ends prove to each other that they have the key of the call, since a rank unpickles the
 commands.
+
+For latent attention with a query latent, SGLang stores both projections into latents in one parameter: the rows of
+``kv_a_proj_with_mqa`` follow those of ``q_a_proj``. In models with gated delta nets the parameters of full attention
+belong to the layer itself, without ``self_attn``.
 """
 
 from __future__ import annotations
@@ -19,11 +23,12 @@ import os
 import pickle
 import socket
 import struct
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from multiprocessing import AuthenticationError
 from multiprocessing.connection import Client, Connection
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -31,28 +36,210 @@ from torch import Tensor
 from megarl.base.child_process import environment_variables
 from megarl.base.errors import WeightSyncError
 from megarl.base.ports import GLOO_INTERFACE
+from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
+from megarl.models import LocalParam, ModelConfig, WeightMap
+from megarl.models.declaration import FP8_BLOCK
+from megarl.models.number_formats import FP8_DTYPE, quantize_blocks, scales_shape
 from megarl.models.verification import ParamRectangle, tensor_checksum
-from megarl.sharding.placement import current_location
-from megarl.sharding.quantization import IncomingMatrices
+from megarl.sharding.placement import ProcessLocation, current_location
+from megarl.sharding.plan import TransferUsage
+from megarl.sharding.quantization import IncomingMatrices, MatrixId
 from megarl.sharding.receiver import NOT_CONNECTED, BucketReceiver, ReceiverSpec, ShardWeights
 from megarl.sharding.sender import Message
-from megarl.sharding.sglang_shard import ALWAYS_FLOAT32, SGLangShard
+from megarl.sharding.transports.interface import synchronize
+
+VOCAB_MULTIPLE = 64
+"""SGLang pads the vocabulary to a multiple of this before it divides the rows; the reshard plan does the same."""
+
+VOCAB_PARAMS = ("model.embed_tokens.weight", "lm_head.weight")
+
+QUERY_LATENT, KEY_VALUE_LATENT = ".self_attn.q_a_proj.weight", ".self_attn.kv_a_proj_with_mqa.weight"
+FUSED_LATENTS = ".self_attn.fused_qkv_a_proj_with_mqa.weight"
+
+ALWAYS_FLOAT32 = (".linear_attn.A_log", ".self_attn.sinks", ".w13_weight_bias", ".w2_weight_bias")
+"""Ends of the names of parameters that SGLang holds in float32 in every dtype, sinks depending on its kernels."""
+SCALES = "_scale_inv"
+"""End of the name of a parameter's scales."""
+UNUSED_SCALES = (".k_scale", ".v_scale")
+"""Ends of the names of parameters that SGLang adds for a KV cache in FP8; they stay 1."""
+
+
+@dataclass(frozen=True)
+class SGLangShard:
+    """A model's shard in one of SGLang's ranks; can be sent to its process.
+
+    Names, shapes and places of parameters follow from the attributes, and are computed once: large models have many.
+    SGLang's tensors are looked up at each use, because it may free or replace them between weight syncs.
+
+    Attributes:
+        quantized: the matrices of linear layers are in blockwise FP8.
+    """
+
+    config: ModelConfig
+    tp: int
+    rank: int
+    quantized: bool = False
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        """Send the attributes; the receiver computes the parameters."""
+        return type(self), (self.config, self.tp, self.rank, self.quantized)
+
+    @cached_property
+    def params(self) -> tuple[LocalParam, ...]:
+        """Parameters of the rank in the weight map; ValueError if the model does not divide over the ranks."""
+        return tuple(WeightMap(self.config).rollout_params(self.tp, self.rank, vocab_multiple=VOCAB_MULTIPLE))
+
+    def views(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """Return views of the rank's parameters under the names of the weight map, without vocabulary padding.
+
+        Raises:
+            WeightSyncError: SGLang lacks a parameter, has another one, or holds one in another shape.
+        """
+        held = {name: param.data for name, param in model.named_parameters()}
+        places = self._places
+        shapes = self._shapes(places)
+        for name, shape in shapes.items():
+            if name not in held:
+                raise WeightSyncError(f"SGLang has no parameter '{name}'", code="sglang.parameter-missing")
+            if list(held[name].shape) != shape:
+                raise WeightSyncError(
+                    f"SGLang holds '{name}' with shape {list(held[name].shape)}, expected {shape}",
+                    code="sglang.parameter-shape",
+                )
+        unused = UNUSED_SCALES if self.quantized else ()
+        extra = sorted(name for name in held if name not in shapes and not name.endswith(unused))
+        if extra:
+            raise WeightSyncError(
+                f"SGLang has a parameter '{extra[0]}' without weights in the update", code="sglang.parameter-extra"
+            )
+        return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
+
+    def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
+        """Return views of the quantized matrices' codes and scales; see :meth:`QuantizedViews.check`."""
+        held, fused = {name: param.data for name, param in model.named_parameters()}, _fused_latents(views)
+        scales = {}
+        for name in self._quantized(views):
+            owner, row = fused.get(name, (name, 0))
+            *stack, height, _ = scales_shape(views[name].shape)
+            first = row // FP8_BLOCK
+            scales[name] = held[owner + SCALES] if stack else held[owner + SCALES][first : first + height]
+        result = QuantizedViews({name: views[name] for name in scales}, scales)
+        result.check()
+        return result
+
+    def clear_padding(self, model: torch.nn.Module) -> None:
+        """Fill the rank's vocabulary padding, and other ranks' parameters, with zeros."""
+        held = dict(model.named_parameters())
+        for name, place in self._places.items():
+            if name in VOCAB_PARAMS:
+                held[name].data[place.rows :].zero_()
+        for param in self.params:
+            if not param.pieces and param.name not in VOCAB_PARAMS:
+                held[param.name].data.zero_()
+
+    @cached_property
+    def _places(self) -> dict[str, _Rows]:
+        params = self.params
+        fused = _fused_latents({param.name: param for param in params})
+        layer = ".self_attn." if self.config.linear is None else "."
+        return {
+            param.name: _Rows(
+                *fused.get(param.name, (param.name.replace(".self_attn.", layer), 0)), param.shape[0], param.shape[1:]
+            )
+            for param in params
+        }
+
+    def _shapes(self, places: Mapping[str, _Rows]) -> dict[str, list[int]]:
+        """Return the shapes of SGLang's parameters, with padding."""
+        padded = -(-self.config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // self.tp
+        shapes = {}
+        for place in places.values():
+            # The parts of a fused parameter are in row order, so the last one's end is the number of rows.
+            rows = padded if place.name in VOCAB_PARAMS else place.first + place.rows
+            shapes[place.name] = [rows, *place.rest]
+        quantized = {places[name].name for name in self._quantized(places)}
+        return shapes | {name + SCALES: list(scales_shape(tuple(shapes[name]))) for name in quantized}
+
+    def _quantized(self, names: Iterable[str]) -> list[str]:
+        return list(filter(WeightMap(self.config).is_linear, names)) if self.quantized else []
+
+
+class _Rows(NamedTuple):
+    """Rows ``[first, first + rows)`` of SGLang's parameter ``name``; ``rest`` is the shape of a row."""
+
+    name: str
+    first: int
+    rows: int
+    rest: tuple[int, ...]
+
+
+def _fused_latents(params: Mapping[str, LocalParam] | Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
+    """Return SGLang's fused parameter and the first row in it, by name in the weight map."""
+    fused = {}
+    for name, param in params.items():
+        layer = name.removesuffix(QUERY_LATENT)
+        if layer != name:
+            fused[name] = (layer + FUSED_LATENTS, 0)
+            fused[layer + KEY_VALUE_LATENT] = (layer + FUSED_LATENTS, param.shape[0])
+    return fused
+
+
+class QuantizedViews(NamedTuple):
+    """Views of the quantized matrices of a rank, by their names in the weight map; stacked for experts.
+
+    Attributes:
+        codes: e4m3 ``[rows, columns]``.
+        scales: float32, one per block.
+    """
+
+    codes: Mapping[str, Tensor]
+    scales: Mapping[str, Tensor]
+
+    def check(self) -> None:
+        """Check the dtypes of codes and scales.
+
+        Raises:
+            WeightSyncError: SGLang holds a parameter in another format, such as scales that are powers of two.
+        """
+        for name, codes in self.codes.items():
+            if codes.dtype != FP8_DTYPE:
+                raise WeightSyncError(
+                    f"SGLang holds '{name}' as {codes.dtype}, expected {FP8_DTYPE} for {QUANTIZATION_KEY}={FP8}",
+                    code="sglang.fp8-codes",
+                )
+            scales = self.scales[name]
+            if scales.dtype != torch.float32:
+                raise WeightSyncError(
+                    f"SGLang holds the scales of '{name}' as {scales.dtype}: powers of two (ue8m0), which megarl does "
+                    f"not write. Choose another kernel with server_args.fp8_gemm_runner_backend, such as triton, or "
+                    f"set {QUANTIZATION_KEY}=null",
+                    code="sglang.fp8-scales",
+                )
+
+    def incoming(self, matrix: MatrixId, dtype: torch.dtype) -> Tensor:
+        """Allocate memory for the unquantized weights of a matrix."""
+        return torch.empty_like(self._select(self.codes, matrix), dtype=dtype)
+
+    def store(self, matrix: MatrixId, weights: Tensor) -> Tensor:
+        """Write codes and scales of a complete matrix; see :class:`~megarl.sharding.quantization.MatrixStorage`."""
+        quantized = quantize_blocks(weights)
+        self._select(self.codes, matrix).copy_(quantized.codes)
+        self._select(self.scales, matrix).copy_(quantized.scales)
+        return quantized.finite
+
+    def _select(self, tensors: Mapping[str, Tensor], matrix: MatrixId) -> Tensor:
+        name, number = matrix
+        return tensors[name] if number is None else tensors[name][number]
+
 
 LOST = (OSError, EOFError, AuthenticationError)
 """Errors of a connection whose other end is gone, or is not the expected one."""
 
 
-@dataclass(frozen=True)
-class Reply:
-    """A rank's reply to a command.
-
-    Attributes:
-        values: values that JSON can encode.
-        code: its code, see :class:`~megarl.base.errors.MegarlError`.
-    """
+class Reply(NamedTuple):
+    """A rank's reply to a command: values that JSON can encode, or the text and code of an error."""
 
     values: Any = None
-    data: bytes = b""
     error: str = ""
     code: str = ""
 
@@ -70,29 +257,28 @@ def set_socket_options(connection: Connection, send_timeout_s: float = 0.0) -> N
 
 
 class RankLoader:
-    """Receives weight updates into one rank's parameters, and reads the parameters for verification."""
+    """Receives weight updates into one rank's parameters; commands return values that JSON can encode."""
 
     def __init__(self) -> None:
         self._shard: SGLangShard | None = None
         self._weights = ShardWeights({})
         self._receiver: BucketReceiver | None = None
 
-    def attach(self, model: torch.nn.Module, shard: SGLangShard) -> Reply:
+    def attach(self, model: torch.nn.Module, shard: SGLangShard) -> ProcessLocation:
         """Compare the model's parameters with the shard; return the location of this process."""
         self._shard = shard
         views, matrices = self._views(model), None
         if shard.quantized:
             quantized = shard.quantized_views(model, views)
-            matrices = IncomingMatrices(shard.params(), quantized.codes.__contains__, quantized)
+            matrices = IncomingMatrices(shard.params, quantized.codes.__contains__, quantized)
         self._weights = ShardWeights(views, matrices)
-        return Reply(list(current_location(str(_device(model)))))
+        return current_location(str(_device(model)))
 
-    def connect(self, model: torch.nn.Module, spec: ReceiverSpec) -> Reply:
+    def connect(self, model: torch.nn.Module, spec: ReceiverSpec) -> None:
         """Create the receiver of this rank."""
         self._receiver = BucketReceiver.connect(spec, self._weights, _device(model))
-        return Reply()
 
-    def begin(self, model: torch.nn.Module, version: int) -> Reply:
+    def begin(self, model: torch.nn.Module, version: int) -> None:
         """Begin an update."""
         assert self._shard is not None
         self._weights.tensors = views = self._views(model)
@@ -100,52 +286,37 @@ class RankLoader:
             self._weights.matrices.storage = self._shard.quantized_views(model, views)
         self._shard.clear_padding(model)
         self._connected().begin(version)
-        return Reply()
 
-    def open(self, model: torch.nn.Module, session: int, interface: str | None) -> Reply:
+    def open(self, model: torch.nn.Module, session: int, interface: str | None) -> None:
         """Prepare to receive; gloo groups with the training ranks use a network interface, None = this rank's."""
         with environment_variables({} if interface is None else {GLOO_INTERFACE: interface}):
             self._connected().peers.open(session)
-        return Reply()
 
-    def bucket(self, model: torch.nn.Module, index: int, messages: Sequence[Message]) -> Reply:
+    def bucket(self, model: torch.nn.Module, index: int, messages: Sequence[Message]) -> None:
         """Write the rank's messages of a bucket."""
         self._connected().import_bucket(index, messages)
-        _synchronize(model)
-        return Reply()
+        synchronize(_device(model))  # nothing reads the senders' memory any more
 
-    def end(self, model: torch.nn.Module, version: int) -> Reply:
+    def end(self, model: torch.nn.Module, version: int) -> None:
         """End the update if every element was written."""
         self._connected().end(version)
         derive = getattr(model, "post_load_weights", None)
         if derive is not None:
             derive()
-        return Reply()
 
-    def close(self, model: torch.nn.Module, completed: bool) -> Reply:
+    def close(self, model: torch.nn.Module, completed: bool) -> TransferUsage:
         """End receiving; return the resources of this process."""
-        return Reply(list(self._connected().close(completed)))
+        return self._connected().close(completed)
 
-    def checksum(self, model: torch.nn.Module, selected: bool) -> Reply:
-        """Return the digest of each parameter of a selected rank."""
-        if not selected:
-            return Reply()
-        return Reply({name: tensor_checksum(tensor) for name, tensor in self._views(model).items()})
+    def checksum(self, model: torch.nn.Module) -> dict[str, str]:
+        """Return the digest of each parameter."""
+        return {name: tensor_checksum(tensor) for name, tensor in self._views(model).items()}
 
-    def sums(self, model: torch.nn.Module, rectangles: Sequence[ParamRectangle]) -> Reply:
-        """Return checksums of parts of parameters, computed on this rank's device."""
+    def sums(self, model: torch.nn.Module, rectangles: Sequence[ParamRectangle]) -> list[int]:
+        """Return checksums of parameter parts, computed on this rank's device."""
         self._weights.tensors = self._views(model)
         # A sent value converts to float32 and back without a change.
-        sums = [self._weights.rectangle_checksum(r, convert=r.name.endswith(ALWAYS_FLOAT32)) for r in rectangles]
-        return Reply(sums)
-
-    def read(self, model: torch.nn.Module, name: str | None) -> Reply:
-        """Return a parameter of a selected rank; None = another rank is selected."""
-        if name is None:
-            return Reply()
-        tensor = self._views(model)[name].cpu().contiguous()
-        values = {"dtype": str(tensor.dtype).removeprefix("torch."), "shape": list(tensor.shape)}
-        return Reply(values, tensor.flatten().view(torch.uint8).numpy().tobytes())
+        return [self._weights.rectangle_checksum(r, convert=r.name.endswith(ALWAYS_FLOAT32)) for r in rectangles]
 
     def _views(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Look up the parameters, which SGLang may replace when it loads a folder."""
@@ -172,30 +343,19 @@ def load(model: torch.nn.Module, named_tensors: Sequence[tuple[str, Tensor]]) ->
             set_socket_options(connection)
             connection.send_bytes(json.dumps({"call_id": call["call_id"], "rank": call["rank"]}).encode())
             while True:
-                reply = _run(model, connection.recv_bytes())
-                head = {"values": reply.values, "error": reply.error, "code": reply.code}
-                connection.send_bytes(json.dumps(head).encode())
-                connection.send_bytes(reply.data)
+                connection.send_bytes(json.dumps(_run(model, connection.recv_bytes())).encode())
 
 
 def _run(model: torch.nn.Module, command: bytes) -> Reply:
     try:
         action, arguments = pickle.loads(command)  # noqa: S301 - of this run, over its own socket
         with torch.no_grad():
-            reply: Reply = getattr(_LOADER, action)(model, *arguments)
+            return Reply(getattr(_LOADER, action)(model, *arguments))
     except WeightSyncError as error:
         return Reply(error=error.text, code=error.code)
     except Exception as error:
         return Reply(error=f"{type(error).__name__}: {error}", code="sync.rank-failed")
-    return reply
 
 
 def _device(model: torch.nn.Module) -> torch.device:
     return next(model.parameters()).device
-
-
-def _synchronize(model: torch.nn.Module) -> None:
-    """Wait until nothing reads the senders' memory any more."""
-    device = _device(model)
-    if device.type == "cuda":
-        torch.cuda.current_stream(device).synchronize()

@@ -69,11 +69,7 @@ class TransferTable:
     holder_sets: tuple[Numbers, ...]
 
     def select(self, transfers: Numbers) -> TransferTable:
-        """Return the table of some transfers, in this order, without unused overlaps.
-
-        Args:
-            transfers: ``[selected]``, transfer numbers; the new table counts from 0.
-        """
+        """Return the table of these transfer numbers, in order, without unused overlaps; it counts from 0."""
         first, counts = self.first_row[transfers], np.diff(self.first_row)[transfers]
         bounds = np.append(0, np.cumsum(counts))
         rows = np.repeat(first - bounds[:-1], counts) + np.arange(bounds[-1])

@@ -65,8 +65,7 @@ def _check_param(rank: int, param: LocalParam, written: list[Box]) -> None:
     cell = tuple(int(i) for i in wrong[0])
     start = [axis[i] for axis, i in zip(edges, cell, strict=True)]
     stop = [axis[i + 1] for axis, i in zip(edges, cell, strict=True)]
-    times = int(_count(written, edges)[cell])
-    expected_times = int(_count(expected, edges)[cell])
+    times, expected_times = (int(_count(boxes, edges)[cell]) for boxes in (written, expected))
     raise WeightSyncError(
         f"the plan writes elements {start} to {stop} of parameter '{param.name}' on rollout rank {rank} "
         f"{times} times instead of {expected_times}",
@@ -126,11 +125,7 @@ def partial_checksums(
 def weight_rectangles(
     params: Iterable[LocalParam], dtype: torch.dtype | str, float32_params: Collection[str]
 ) -> list[ParamRectangle]:
-    """List the pieces of parameters, in order, as an engine computes their checksums.
-
-    Args:
-        float32_params: names of parameters that are always sent in float32.
-    """
+    """List the pieces of parameters, in order, as an engine computes their checksums; see :func:`partial_checksums`."""
     from megarl.models.verification import ParamRectangle
 
     sent = str(dtype).removeprefix("torch.")
@@ -178,9 +173,8 @@ def compare_checksums(
         held = _sum(rollout[replica * replica_size :][:replica_size])
         number = replica if numbers is None else numbers[replica]
         first = number * replica_size
-        owner = f"rollout replica {number} (rank {first}" + (
-            ")" if replica_size == 1 else f" to {first + replica_size - 1})"
-        )
+        more = "" if replica_size == 1 else f" to {first + replica_size - 1}"
+        owner = f"rollout replica {number} (rank {first}{more})"
         for name, partial in expected.items():
             _check(name, partial, held.get(name, NO_ELEMENTS), owner)
         unknown = held.keys() - expected.keys()

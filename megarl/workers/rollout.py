@@ -15,8 +15,7 @@ from megarl.rollout import Completion, Request, RolloutEngine, create_engine
 from megarl.rollout.interface import Tag
 from megarl.rollout.registry import engine_vocab_multiple
 from megarl.rollout.serving import EngineServer, HeldRequests
-from megarl.rollout.settings import engine_options
-from megarl.rollout.sglang.memory import FRACTION
+from megarl.rollout.settings import FRACTION, engine_options
 from megarl.rollout.sglang.options import EngineNodes, SGLangOptions
 from megarl.sharding.placement import ProcessLocation, Routes
 from megarl.sharding.plan import RankPlan, TransferUsage

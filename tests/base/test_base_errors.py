@@ -5,7 +5,7 @@ import pickle
 from support.expected_errors import raises
 
 from megarl.base.errors import DataError
-from megarl.cluster.failures import WorkerFailed
+from megarl.cluster.calls import WorkerFailed
 from megarl.config.problems import InvalidConfigError, Problem
 
 

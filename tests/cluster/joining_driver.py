@@ -5,7 +5,9 @@ import os
 import sys
 
 from megarl.base.errors import ResourceError
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.models.layout import ParallelLayout
 
 session = RaySession()

@@ -14,9 +14,12 @@ import pytest
 from support.expected_errors import raises
 
 from megarl.base.processes import wait_for_ends
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, ray_programs
 from megarl.cluster import fork_server as fork_server_module
+from megarl.cluster import ray_programs
 from megarl.cluster.fork_server import ENVIRONMENT, ForkServer, fork_address, fork_server
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.models import ParallelLayout
 
 SCRIPT = """
@@ -180,15 +183,13 @@ def test_fork_server_is_off_if_disabled_or_ray_runs_elsewhere(monkeypatch, varia
         assert fork_address() is None
 
 
-def test_workers_of_a_local_ray_are_forks_but_those_with_variables(server, monkeypatch):
+def test_workers_of_a_local_ray_are_forks(server, monkeypatch):
     monkeypatch.setattr(fork_server_module, "_address", server.address)
     light, layout = "tests.cluster.light_workers.Sleeper", ParallelLayout(dp=2)
     with RaySession(num_cpus=2) as session:
         pool = session.place([ResourcePool("main", "cpu", [2])])["main"]
         forked = WorkerGroup("forked", light, {}, layout, pool)
-        fresh = WorkerGroup("fresh", light, {}, layout, pool, env={"FLAVOUR": "mint"})
         assert forked.call("loaded", "imaginary_module") == [True, True]
-        assert fresh.call("loaded", "imaginary_module") == [False, False]
 
 
 NODE_SCRIPT = """

@@ -6,6 +6,7 @@ import base64
 import json
 import logging
 import os
+import runpy
 import stat
 import subprocess
 import sys
@@ -18,11 +19,13 @@ import ray
 from ray._private import ray_constants
 
 from megarl.base.processes import command_line, descendants
-from megarl.cluster import RaySession, ray_programs
+from megarl.cluster import local_ray, ray_programs
 from megarl.cluster.local_ray import light_programs, start_local_ray
 from megarl.cluster.ray_internals import dashboard_error
-from megarl.cluster.ray_token import ClusterToken
+from megarl.cluster.reaper import ClusterToken
+from megarl.cluster.session import RaySession
 from megarl.config.schema.run import TrainerConfig
+from megarl.ops.launch.settings import ClusterSettings, JobToRun, Ports, ray_start
 
 
 def test_local_ray_is_lean_and_leaves_ray_and_the_environment_as_they_were():
@@ -94,3 +97,35 @@ def test_dashboard_is_started_by_request_only(monkeypatch, tmp_path):
     token.close()
     assert [(included, ",dashboard" in script) for included, script in started] == [(True, False), (False, True)]
     assert dashboard_error() == "" or "No module named" in dashboard_error()
+
+
+def start(device):
+    job = JobToRun(("x",), False, "x", 1, device, 2)
+    return ray_start(ClusterSettings(("a",), "p"), job, "a", "", "", Ports(), "/t")
+
+
+@pytest.mark.parametrize(
+    ("device", "server", "forks"),
+    [
+        ("cpu", "socket", True),
+        ("cuda", "socket", False),  # a fork must not inherit the state of CUDA
+        ("cpu", None, False),
+        ("cpu", "0", False),
+        ("cpu", "1", False),
+    ],
+)
+def test_workers_on_cpus_are_forks_if_a_server_is_named(device, server, forks, monkeypatch, tmp_path):
+    scripts, python = [], sys.executable
+
+    def run_module(*_, **__):
+        scripts.append("" if sys.executable == python else Path(sys.executable).read_text(encoding="utf-8"))
+
+    monkeypatch.setattr(runpy, "run_module", run_module)
+    monkeypatch.setattr(sys, "argv", start(device))
+    monkeypatch.setattr(sys, "modules", dict(sys.modules))
+    monkeypatch.delenv(ray_programs.ADDRESS, raising=False)
+    if server is not None:
+        monkeypatch.setenv(ray_programs.ADDRESS, str(tmp_path / server) if server == "socket" else server)
+    local_ray.main()
+    assert [ray_programs.__file__ in script for script in scripts] == [forks]
+    assert sys.executable == python

@@ -12,7 +12,8 @@ from megarl.cluster import ray_internals
 
 PINS = Path(__file__).parents[2] / "megarl" / "pins"
 OTHER_VERSION = """
-from megarl.cluster import RaySession, ray_internals
+from megarl.cluster import ray_internals
+from megarl.cluster.session import RaySession
 ray_internals.NAMES.clear()
 import ray
 with RaySession(num_cpus=1):

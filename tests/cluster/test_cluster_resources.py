@@ -6,7 +6,9 @@ from support.expected_errors import raises
 from support.waits import wait_until
 
 from megarl.base.errors import ResourceError
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, check_resources
+from megarl.cluster.resources import ResourcePool, check_resources
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.models import ParallelLayout
 
 TWO_HOSTS = [{"CPU": 16.0, "GPU": 8.0}, {"CPU": 16.0, "GPU": 4.0}]

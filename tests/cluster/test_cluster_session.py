@@ -36,11 +36,11 @@ from megarl.base.processes import (
     wait_for_ends,
 )
 from megarl.base.signals import signals_ignored
-from megarl.cluster import RaySession, ray_token
+from megarl.cluster import reaper
 from megarl.cluster import session as session_module
 from megarl.cluster.local_ray import start_local_ray
-from megarl.cluster.ray_token import ClusterToken, delete_stale_tokens
-from megarl.cluster.session import DEFAULT_OBJECT_STORE_BYTES, local_store_bytes
+from megarl.cluster.reaper import ClusterToken, delete_stale_tokens
+from megarl.cluster.session import DEFAULT_OBJECT_STORE_BYTES, RaySession, local_store_bytes
 
 ROOT = Path(__file__).resolve().parents[2]
 SCRIPT = """
@@ -48,7 +48,9 @@ import os, signal, sys
 import ray
 from megarl.base.signals import exit_at_once_on_signals
 exit_at_once_on_signals()  # as a job does, until its session handles signals
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.models.layout import ParallelLayout
 
 with RaySession(num_cpus=1) as session:
@@ -196,7 +198,7 @@ def test_files_of_a_killed_driver_are_deleted_at_the_next_start(tmp_path, monkey
     """If its reaper was killed as well, nothing else deletes the token and Ray's session folder."""
     (tmp_path / "tmp").mkdir()
     monkeypatch.setattr(
-        ray_token, "private_folder", lambda: tmp_path / "tmp"
+        reaper, "private_folder", lambda: tmp_path / "tmp"
     )  # where no other run finds the token as well
     read, write = os.pipe()
     pid = os.fork()
@@ -237,7 +239,9 @@ def test_copied_logs_of_ray_are_private_and_without_empty_folders(tmp_path, ever
 LOSS = """
 import signal, sys, time
 from megarl.base.errors import RayLost
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.models.layout import ParallelLayout
 
 daemon, moment = sys.argv[1:]

@@ -5,11 +5,16 @@ from types import SimpleNamespace
 import pytest
 from support.expected_errors import raises
 
-from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, WorkerSilent, failures
+from megarl.cluster import calls
+from megarl.cluster.calls import WorkerFailed, WorkerSilent
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.models.layout import ParallelLayout
 from megarl.samples.replicas import _lost_ranks
-from megarl.sharding import RolloutLayout, SyncWave
+from megarl.sharding.placement import RolloutLayout
+from megarl.sharding.plan import SyncWave
 
 LAYOUT = RolloutLayout(replicas=2)
 PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(2), range(3)),), rollout=LAYOUT)
@@ -115,12 +120,12 @@ def test_a_failed_replica_does_not_keep_the_others_from_the_abort(peers, dies):
 
 def test_stopped_process_is_named_and_can_be_replaced(peers, monkeypatch):
     """The limit of a second holds for the stopped process; the other one, on a busy machine, may take longer."""
-    wait = failures.first_ready
+    wait = calls.first_ready
 
     def first_ready(refs, timeout_s, most=1):
         return wait(refs, timeout_s, most) or (wait(refs, 60) if len(refs) > 1 else [])
 
-    monkeypatch.setattr(failures, "first_ready", first_ready)
+    monkeypatch.setattr(calls, "first_ready", first_ready)
     trainer, _ = peers
     actor, pool = trainer(destinations=2), peers[1].pool
     engines = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {}, ParallelLayout(dp=2), pool)

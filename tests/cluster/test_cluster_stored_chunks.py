@@ -10,8 +10,11 @@ from support.expected_errors import raises
 from support.waits import wait_until
 
 from megarl.base.errors import WorkerError
-from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
+from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
 from megarl.cluster.stored_chunks import RunValues, StoredChunk
+from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
 from megarl.data.remote import RemoteValues, RowPlaces
@@ -28,7 +31,7 @@ def pool(forked_workers):
 @pytest.fixture(scope="module")
 def group(pool):
     group = WorkerGroup("echo", "tests.cluster.plain_workers.Echo", {}, ParallelLayout(tp=2, dp=2), pool)
-    wait_ready([group], timeout_s=120)
+    wait_ready([group])
     return group
 
 

@@ -9,8 +9,8 @@ from typing import Any
 import psutil
 
 from megarl.base.processes import command_line, descendants
-from megarl.cluster import WorkerGroup
 from megarl.cluster.calls import PendingCall
+from megarl.cluster.worker_group import WorkerGroup
 
 ROWS = 24
 _calls = 0

@@ -9,9 +9,9 @@ from collections.abc import Sequence
 from typing import Any
 
 from megarl.agents.types import ConversationGroup
-from megarl.cluster import WorkerGroup
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.cluster.calls import PendingCall
+from megarl.cluster.worker_group import WorkerGroup
 
 ROWS = 48
 _calls = 0

@@ -8,7 +8,7 @@ from support.cli_runs import RunFiles, assert_finite, reproducible
 from support.documented_metrics import undocumented
 from uid_recorder import RECORDER, trained_groups
 
-from megarl.cluster import RaySession
+from megarl.cluster.session import RaySession
 from megarl.tracing.trace_file import read_trace
 
 STEPS = 3

@@ -134,7 +134,7 @@ def test_running_requests_forbid_updates_and_sleep(engine_for, make_folder):
         engine.receiver.begin(3)
     with raises("engine.requests-running", "1 requests", error=RolloutError):
         engine.sleep(["kv_cache"])
-    assert engine.health().ready
+    assert not engine.stale and not engine.asleep
     poll_until(engine, 1)
     engine.sleep(["kv_cache"])
     engine.wake(["kv_cache"])

@@ -11,12 +11,12 @@ from support.expected_errors import raises
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
-from megarl.base.errors import ConfigError
-from megarl.models import read_model_config
+from megarl.base.errors import ConfigError, WeightSyncError
+from megarl.models import LocalParam, read_model_config
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, create_engine
 from megarl.rollout.embedded import EmbeddedEngine, kv_cache
 from megarl.rollout.embedded.decoder import TransformerDecoder
-from megarl.rollout.embedded.engine import PROMPT_TOKENS
+from megarl.rollout.embedded.engine import PROMPT_TOKENS, WeightStore
 from megarl.rollout.sglang.options import SGLangOptions
 
 
@@ -281,3 +281,24 @@ def test_steps_wait_for_the_device_once(make_folder, monkeypatch):
         for _ in range(5):
             engine._batcher.advance()
     assert reads == ["nonzero"] * 5
+
+
+def test_a_refused_slice_writes_nothing_and_other_dtypes_are_converted():
+    store = WeightStore([LocalParam("p", (4,), ())], torch.float32, torch.device("cpu"))
+    store.allocate()
+    store.begin(0)
+    store.write([("p", (0,), torch.ones(2, dtype=torch.bfloat16))])
+    with pytest.raises(WeightSyncError):
+        store.write([("p", (1,), torch.full((3,), 5.0))])
+    assert store.tensors["p"].tolist() == [1, 1, 0, 0]
+    assert store.tensors["p"].dtype == torch.float32
+
+
+def test_updates_are_in_place():
+    store = WeightStore([LocalParam("p", (4,), ())], torch.float32, torch.device("cpu"))
+    store.allocate()
+    address = store.tensors["p"].data_ptr()
+    store.begin(1)
+    store.write([("p", (0,), torch.ones(4))])
+    store.end(1)
+    assert store.tensors["p"].data_ptr() == address

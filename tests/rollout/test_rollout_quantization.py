@@ -21,11 +21,12 @@ from megarl.rollout.interface import SamplingParams
 from megarl.rollout.registry import ENGINES, EngineEntry
 from megarl.rollout.sglang.model_checks import check_quantization
 from megarl.rollout.sglang.options import quantization_args
-from megarl.sharding import RolloutLayout, build_plan
+from megarl.sharding.placement import RolloutLayout
+from megarl.sharding.plan import build_plan
 from megarl.sharding.quantization import IncomingMatrices
 from megarl.sharding.receiver import ShardWeights
 from megarl.sharding.sender import source_slice
-from megarl.sharding.sglang_shard import SGLangShard
+from megarl.sharding.sglang_loader import SGLangShard
 from megarl.sharding.verification import checksums_by_name, compare_checksums, partial_checksums, weight_rectangles
 
 sys.path.append(str(Path(__file__).parents[1] / "sharding"))
@@ -135,7 +136,7 @@ def receive(config, train, tp, dtype=torch.float32, bucket=20_000):
     for number in range(tp):
         rank = Rank(SGLangShard(config, tp, number, quantized=True))
         views = rank.shard.quantized_views(rank, rank.shard.views(rank))
-        matrices = IncomingMatrices(rank.shard.params(), views.codes.__contains__, views)
+        matrices = IncomingMatrices(rank.shard.params, views.codes.__contains__, views)
         rank.weights = ShardWeights(rank.shard.views(rank), matrices)
         rank.weights.begin(1)
         for received in plan.received_by(number):
@@ -176,7 +177,7 @@ def test_every_layout_has_the_blocks_of_the_quantized_folder(fields, train, tp):
     for rank in ranks:
         names = {name.removeprefix("model.layers.") for name in rank.views.codes}
         assert names == NAMES[fields["architectures"][0]]
-        expected = local_tensors(rank.shard.params(), folder, 0)
+        expected = local_tensors(rank.shard.params, folder, 0)
         for name, values in rank.weights.tensors.items():
             if name in rank.views.codes:
                 codes, scales = rank.views.codes[name], rank.views.scales[name]
@@ -203,7 +204,7 @@ def test_a_verified_sync_compares_the_weights_before_their_quantization():
     def engine():
         sums = []
         for rank in ranks:
-            params, held = rank.shard.params(), rank.weights.tensors
+            params, held = rank.shard.params, rank.weights.tensors
             rank.weights.tensors = {n: t if t.dtype == FP8_DTYPE else t.bfloat16() for n, t in held.items()}
             parts = weight_rectangles(params, torch.bfloat16, ())
             sums.append(checksums_by_name(params, [rank.weights.rectangle_checksum(part) for part in parts]))
@@ -215,7 +216,7 @@ def test_a_verified_sync_compares_the_weights_before_their_quantization():
     other = partial_checksums(weight_map.export_params(train, 0), whole, torch.bfloat16, (), convert=True)
     with raises("sync.checksum-differs", f"'{name}'"):
         compare_checksums([other], engine(), 2)
-    part = weight_rectangles(ranks[0].shard.params(), torch.float32, ())[1]
+    part = weight_rectangles(ranks[0].shard.params, torch.float32, ())[1]
     with raises("sync.verify-dtype", part.name, "float32"):
         ranks[0].weights.matrices.checksum(part)
 

@@ -112,8 +112,6 @@ def assert_serves(engine, folder, reference, version):
         assert np.array_equal(np.sort(completion.routes, -1), routes)
     for rank, shard in enumerate(shards_of(engine, folder)):
         assert engine.checksum(rank) == {name: tensor_checksum(tensor) for name, tensor in shard.items()}
-        held = engine.weights(rank)
-        assert set(held) == set(shard) and all(torch.equal(held[name], shard[name]) for name in shard)
 
 
 CASES = [pytest.param(kind, marks=[pytest.mark.sglang] if kind == "DeepseekV3" else []) for kind in MODELS]

@@ -7,8 +7,8 @@ import torch
 from megarl.models import ParallelLayout, WeightMap
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.rollout.registry import engine_vocab_multiple
-from megarl.sharding import RolloutLayout, Routes, build_plan, receiver_plans
-from megarl.sharding.placement import current_location
+from megarl.sharding.placement import RolloutLayout, Routes, current_location
+from megarl.sharding.plan import build_plan, receiver_plans
 from megarl.sharding.receiver import ReceiverSpec
 from megarl.sharding.sender import BucketSender, destination_ranks
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress

@@ -8,8 +8,10 @@ import pytest
 import ray
 
 from megarl.base.errors import MegarlError
-from megarl.cluster import RaySession, ResourcePool, wait_ready
+from megarl.cluster.resources import ResourcePool
 from megarl.cluster.role_groups import RolloutGroup
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import wait_ready
 from megarl.models import ParallelLayout
 from megarl.samples.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
 from megarl.workers.dispatch import Dispatch, verb

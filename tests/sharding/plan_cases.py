@@ -7,7 +7,8 @@ import numpy as np
 from hypothesis import strategies as st
 
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.sharding import Bucket, Placement, RolloutLayout
+from megarl.sharding.placement import Placement, RolloutLayout
+from megarl.sharding.plan import Bucket
 
 DENSE = ["Qwen2ForCausalLM", "Qwen3ForCausalLM", "LlamaForCausalLM", "Olmo3ForCausalLM", "Gemma3ForCausalLM"]
 DENSE += ["Qwen3_5ForCausalLM"]

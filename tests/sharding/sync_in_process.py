@@ -12,8 +12,8 @@ from support.local_group import LocalGroup, Together
 from megarl.base.rendezvous import host_store
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.rollout.serving import HeldRequests
-from megarl.sharding import ProcessLocation, RolloutLayout, Routes, build_plan
-from megarl.sharding.placement import current_location
+from megarl.sharding.placement import ProcessLocation, RolloutLayout, Routes, current_location
+from megarl.sharding.plan import build_plan
 from megarl.sharding.receiver import BucketReceiver, largest_bucket, route_messages, source_ranks
 from megarl.sharding.sender import BucketSender, destination_ranks
 from megarl.sharding.transports.interface import PeerTransports, StoreAddress

@@ -4,8 +4,7 @@ import sys
 import pytest
 from support.expected_errors import raises
 
-from megarl.sharding import Placement, ProcessLocation, Routes, Slot
-from megarl.sharding.placement import choose_transport, current_location
+from megarl.sharding.placement import Placement, ProcessLocation, Routes, Slot, choose_transport, current_location
 
 A0 = ProcessLocation("a", "GPU-0", ("GPU-0", "GPU-1"))
 A1 = ProcessLocation("a", "GPU-1", ("GPU-0", "GPU-1"))

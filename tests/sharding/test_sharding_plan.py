@@ -13,7 +13,9 @@ from plan_cases import Case, box, held_in_training, labelled, labels, model, pla
 from resharding_cases import weight_map_of
 
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
-from megarl.sharding import Placement, RolloutLayout, Slot, build_plan, check_coverage, receiver_plans, sender_plans
+from megarl.sharding.placement import Placement, RolloutLayout, Slot
+from megarl.sharding.plan import build_plan, receiver_plans, sender_plans
+from megarl.sharding.verification import check_coverage
 
 ELEMENT = 2
 BUCKETS = st.sampled_from([6, 40, 300, 5000, 1 << 20])

@@ -12,7 +12,8 @@ sys.path.insert(0, sys.argv[1])
 from resharding_cases import weight_map_of
 import torch
 from megarl.models import ParallelLayout
-from megarl.sharding import RolloutLayout, build_plan
+from megarl.sharding.placement import RolloutLayout
+from megarl.sharding.plan import build_plan
 from megarl.sharding.transports.interface import PeerTransports, TransportOptions
 from megarl.sharding.sender import BucketSender
 

@@ -8,7 +8,8 @@ from resharding_cases import labelled_checkpoint, training_tensors, weight_map_o
 from support.expected_errors import raises
 
 from megarl.models import ParallelLayout
-from megarl.sharding import Bucket, RolloutLayout, TransferOp, build_plan
+from megarl.sharding.placement import RolloutLayout
+from megarl.sharding.plan import Bucket, TransferOp, build_plan
 from megarl.sharding.receiver import BucketReceiver, route_messages
 from megarl.sharding.sender import BucketSender, message_layout
 from megarl.sharding.transports.interface import PeerTransports, TransportOptions

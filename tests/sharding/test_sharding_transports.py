@@ -13,31 +13,30 @@ import torch
 from support.expected_errors import raises
 
 from megarl.base.rendezvous import host_store
-from megarl.sharding.transports import (
+from megarl.sharding.transports import memory as ipc
+from megarl.sharding.transports.interface import (
     BufferPool,
     BufferSlice,
-    CudaIpcTransport,
     DeviceBuffer,
     Rendezvous,
     SharedHostBuffer,
-    SharedMemoryTransport,
     TransportOptions,
     create_transport,
 )
-from megarl.sharding.transports import cuda_ipc as ipc
+from megarl.sharding.transports.memory import CudaIpcTransport, SharedMemoryTransport
 
 CPU = torch.device("cpu")
 ON_CPU = TransportOptions(CPU)
 READER = """
 import pickle, sys, torch
-from megarl.sharding.transports import TransportOptions, create_transport
+from megarl.sharding.transports.interface import TransportOptions, create_transport
 name, handle = pickle.load(sys.stdin.buffer)
 ((rank, data),) = create_transport(name, TransportOptions(torch.device("cpu"))).receive({0: handle})
 print(data.view(torch.float32).double().sum().item(), len(data))
 """
 HOLDER = """
 import pickle, sys, time, torch
-from megarl.sharding.transports import SharedHostBuffer, BufferSlice, TransportOptions, create_transport
+from megarl.sharding.transports.interface import SharedHostBuffer, BufferSlice, TransportOptions, create_transport
 buffer = SharedHostBuffer(4000)
 buffer.data.view(torch.float32).fill_(1)
 options = TransportOptions(torch.device("cpu"))
@@ -388,7 +387,7 @@ class FakeHandles:
 
     def __init__(self, monkeypatch, uuids=("GPU-b", "GPU-a")):
         self.created, self.opened, self.buffers = [], [], {}
-        monkeypatch.setattr(ipc, "_handle", self.make)
+        monkeypatch.setattr("torch.multiprocessing.reductions.reduce_tensor", self.make)
         monkeypatch.setattr(ipc, "_uuid", lambda device: uuids[device.index] if device.index is not None else "GPU-a")
         monkeypatch.setattr(torch.cuda, "device_count", lambda: len(uuids))
 

@@ -9,8 +9,9 @@ from resharding_cases import cases, labelled_checkpoint, rollout_tensors, traini
 from support.expected_errors import raises
 
 from megarl.models import LocalParam, ParallelLayout, Piece
-from megarl.sharding import Bucket, RolloutLayout, TransferOp, build_plan, check_coverage
-from megarl.sharding.verification import PartialChecksum, compare_checksums, partial_checksums
+from megarl.sharding.placement import RolloutLayout
+from megarl.sharding.plan import Bucket, TransferOp, build_plan
+from megarl.sharding.verification import PartialChecksum, check_coverage, compare_checksums, partial_checksums
 
 
 def plan_of(*ops):

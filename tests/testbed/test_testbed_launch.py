@@ -14,7 +14,7 @@ SIZE = ("--no-doctor", "--nodes", "2", "--devices-per-node", "1", "--device", "c
 TWO, SPARE = ("--hosts", "h1,h2"), ("--hosts", "h1,h2,h3")
 JOIN = """
 import sys, time, pathlib
-from megarl.cluster import RaySession
+from megarl.cluster.session import RaySession
 import ray
 first = not pathlib.Path(sys.argv[1]).exists()
 pathlib.Path(sys.argv[1]).touch()

@@ -14,7 +14,10 @@ from safetensors.torch import load_file
 from support.expected_errors import raises
 
 from megarl.base.checkpoint_files import POINTER
-from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, wait_ready
+from megarl.cluster.calls import WorkerFailed
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.config.schema.model import CheckpointConfig
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
@@ -45,7 +48,7 @@ def actor(pool, control):
 def start(pool, control):
     arguments = {"control": str(control)}
     group = WorkerGroup("actor", "tests.trainer.slow_savers.SlowSaver", arguments, ParallelLayout(dp=2), pool)
-    wait_ready([group], timeout_s=120)
+    wait_ready([group])
     return group
 
 

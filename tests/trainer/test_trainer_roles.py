@@ -10,7 +10,9 @@ from typing import Any
 
 import pytest
 
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.batch import plan_batches
 from megarl.models import WeightMap, read_model_config
 from megarl.samples.idle_clock import IdleClock

@@ -9,7 +9,10 @@ import psutil
 import pytest
 import ray
 
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, processes, wait_ready
+from megarl.cluster import processes
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.config.schema.run import TimelineConfig
 from megarl.models import ParallelLayout
 from megarl.ops.timeline.command import summarize

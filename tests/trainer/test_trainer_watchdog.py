@@ -15,9 +15,11 @@ from support.expected_errors import raises
 from support.waits import wait_until
 
 from megarl.base.errors import StallError
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, wait_ready
+from megarl.cluster.agent_runners import replica_processes
 from megarl.cluster.processes import collect_stacks, kill_processes
-from megarl.cluster.replica_processes import replica_processes
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.config.schema.run import WatchdogConfig
 from megarl.models import ParallelLayout
 from megarl.rewards.calling import FunctionSpec, RewardTask

@@ -30,7 +30,8 @@ from megarl.models import WeightMap, read_model_config
 from megarl.rollout import Request, SamplingParams
 from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.router import Router
-from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans
+from megarl.sharding.placement import RolloutLayout, Routes
+from megarl.sharding.plan import build_plan, replica_plans
 from megarl.workers.actor import ActorWorker
 from megarl.workers.dispatch import WorkerPlace
 from megarl.workers.rollout import RolloutWorker
@@ -244,7 +245,7 @@ def test_replica_weights_equal_the_actors_bit_for_bit(learned, models, tmp_path,
         actor.call("export_hf", str(tmp_path / "hf"))
         expected = fused(tmp_path / "hf")
         for worker in ends.workers:
-            weights = worker.engine.weights()
+            weights = worker.engine._weights.tensors
             assert set(weights) == set(expected)
             assert all(torch.equal(weights[name], tensor) for name, tensor in expected.items())
         assert metrics["weight_sync/bytes"] == REPLICAS * 4 * sum(tensor.numel() for tensor in expected.values())
@@ -367,7 +368,7 @@ def test_weight_change_after_verification_is_detected(learned, models, monkeypat
     end = engine.receiver.end
 
     def damage():
-        engine.weights()["model.norm.weight"][3] *= 1.001
+        engine._weights.tensors["model.norm.weight"][3] *= 1.001
 
     monkeypatch.setattr(engine.receiver, "end", lambda version: (end(version), damage()))
     with raises("sync.failed", "failed at end_update", "rank 0 were"):
@@ -394,9 +395,10 @@ def test_actor_and_engine_alternate_on_a_shared_device(learned, models, prompts,
 
         def noted(*arguments):
             method(*arguments)
-            health = engine.health()
             # Only this process's replica may ask: a bucket's verb holds the actor's processes.
-            seen.append((name, actor.offloaded_parts() if name == "wake" else None, health.asleep, health.stale))
+            seen.append(
+                (name, actor.offloaded_parts() if name == "wake" else None, tuple(sorted(engine.asleep)), engine.stale)
+            )
 
         monkeypatch.setattr(owner, name, noted)
 
@@ -416,5 +418,5 @@ def test_actor_and_engine_alternate_on_a_shared_device(learned, models, prompts,
             ("begin", None, asleep, True),
             ("wake", PARTS, (), True),
             ("end", None, (), False),
-            ("sleep", None, ("weights", "kv_cache"), True),
+            ("sleep", None, ("kv_cache", "weights"), True),
         ]

@@ -22,10 +22,9 @@ from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, pa
 from megarl.ops.acceptance.bench import Bench
 from megarl.ops.acceptance.models import SHAPES, checkpoint_tensors
 from megarl.ops.acceptance.results import Result, Verdict
-from megarl.rollout.embedded.weights import WeightStore
-from megarl.sharding import ReshardPlan, RolloutLayout, Routes, build_plan
-from megarl.sharding.placement import ProcessLocation, current_location
-from megarl.sharding.plan import RankPlan, receiver_plans
+from megarl.rollout.embedded.engine import WeightStore
+from megarl.sharding.placement import ProcessLocation, RolloutLayout, Routes, current_location
+from megarl.sharding.plan import RankPlan, ReshardPlan, build_plan, receiver_plans
 from megarl.sharding.receiver import BucketReceiver, ReceiverSpec, route_messages
 from megarl.sharding.sender import BucketSender, destination_ranks
 from megarl.sharding.transports.interface import PeerTransports

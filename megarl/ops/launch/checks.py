@@ -63,8 +63,8 @@ def nodes_command(python: str, hosts: tuple[str, ...], job: JobToRun, timeout_s:
 
 def main() -> int:
     """Wait until all nodes have joined; print their addresses as JSON, or the problem with exit code 1."""
-    from megarl.cluster import RaySession  # imports Ray
     from megarl.cluster.resources import wait_for_any_nodes, wait_for_nodes
+    from megarl.cluster.session import RaySession  # imports Ray
 
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("names", nargs="*")

@@ -158,7 +158,7 @@ def ray_start(
     # A cluster of fixed size needs no autoscaler, and drivers read no workers' output from a log monitor: each
     # would cost the node a process of one to two seconds of CPU time.
     flags += ["--disable-usage-stats", "--no-monitor", "--include-log-monitor=false"]
-    start = [settings.python, "-m", "megarl.cluster.ray_command", "start", "--block"]
+    start = [settings.python, "-m", "megarl.cluster.local_ray", "start", "--block"]
     return [*start, *([] if head else ["--head"]), *flags]
 
 

@@ -8,7 +8,7 @@ from megarl.base.formatting import DTYPE_BYTES
 from megarl.models import ModelConfig
 from megarl.ops.plan.job import PlannedRollout
 from megarl.ops.plan.states import FLOAT32
-from megarl.rollout.sglang.memory import FRACTION, FreeMemory, default_fraction, shared_fraction
+from megarl.rollout.settings import FRACTION, FreeMemory, default_fraction, shared_fraction
 
 LENGTH_MULTIPLE = 32  # the embedded engine rounds its slot length up to a multiple of this number of tokens
 CPU_TOKENS = 2**16  # tokens in SGLang's KV cache on a CPU, as megarl sets it

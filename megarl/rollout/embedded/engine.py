@@ -6,7 +6,7 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -14,20 +14,18 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import ConfigError, MegarlError, ModelError, WeightSyncError
-from megarl.models import ModelConfig, WeightMap, read_model_config
+from megarl.models import LocalParam, ModelConfig, WeightMap, read_model_config
 from megarl.models.end_tokens import eos_in
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.models.number_formats import dequantize_blocks, quantize_blocks
 from megarl.models.verification import ParamRectangle, tensor_checksum
-from megarl.rollout.embedded.decoder import TransformerDecoder
+from megarl.rollout.embedded.decoder import KNOWN_PARAMETERS, TransformerDecoder
 from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest, RouteTable
 from megarl.rollout.embedded.kv_cache import KVCache
-from megarl.rollout.embedded.layers import KNOWN_PARAMETERS
 from megarl.rollout.embedded.sampling import Decode, Sampler, StopRules, load_decode
-from megarl.rollout.embedded.weights import EmbeddedReceiver, WeightStore
 from megarl.rollout.interface import (
     TAGS,
     Completion,
-    EngineHealth,
     EngineOptions,
     FinishReason,
     Request,
@@ -35,11 +33,120 @@ from megarl.rollout.interface import (
     RolloutEngine,
     RolloutError,
     Tag,
+    check_none_running,
+    check_tags,
+    check_token_ids,
 )
 from megarl.rollout.registry import register_engine
-from megarl.rollout.request_checks import check_none_running, check_request, check_routes, check_tags, check_token_ids
+from megarl.sharding.placement import current_location
+from megarl.sharding.plan import TransferUsage
+from megarl.sharding.quantization import IncomingMatrices, MatrixId
+from megarl.sharding.receiver import (
+    NOT_CONNECTED,
+    BucketReceiver,
+    ReceiverSpec,
+    ReplicaReceiver,
+    ShardWeights,
+    route_messages,
+)
+from megarl.sharding.sender import Message
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+
+class WeightStore(ShardWeights):
+    """Parameters whose memory is freed while the engine sleeps.
+
+    Args:
+        dtype: dtype of the parameters; slices of another dtype are converted.
+        float32: whether the parameter of a Hugging Face name is float32 instead
+            (:meth:`megarl.models.WeightMap.is_float32`).
+        rounds: whether the parameter of an engine's name is rounded to blockwise FP8
+            (:meth:`megarl.models.WeightMap.is_linear`); None = none is.
+    """
+
+    def __init__(
+        self,
+        params: Sequence[LocalParam],
+        dtype: torch.dtype,
+        device: torch.device,
+        float32: Callable[[str], bool] = lambda hf_name: False,
+        rounds: Callable[[str], bool] | None = None,
+    ) -> None:
+        super().__init__({}, None if rounds is None else IncomingMatrices(params, rounds, self))
+        self.shapes = {param.name: param.shape for param in params}
+        self.dtype, self._device = dtype, device
+        exact = [param.name for param in params if any(float32(piece.hf_name) for piece in param.pieces)]
+        self._dtypes = dict.fromkeys(exact, torch.float32)
+
+    @property
+    def peak_bytes(self) -> int:
+        """None: matrices arrive in their own memory."""
+        return 0
+
+    def allocate(self) -> None:
+        """Allocate all parameters, filled with zeros; a no-op if they are allocated."""
+        if not self.tensors:
+            self.tensors = {
+                name: torch.zeros(shape, dtype=self._dtypes.get(name, self.dtype), device=self._device)
+                for name, shape in self.shapes.items()
+            }
+
+    def free(self) -> None:
+        """Free all parameters and drop an open update."""
+        self.tensors = {}
+        self.drop()
+
+    def incoming(self, matrix: MatrixId, dtype: torch.dtype) -> Tensor:
+        """Return the memory of a matrix itself; see :class:`~megarl.sharding.quantization.MatrixStorage`."""
+        name, number = matrix
+        return self.tensors[name] if number is None else self.tensors[name][number]
+
+    def store(self, matrix: MatrixId, weights: Tensor) -> Tensor:
+        """Round the weights of a matrix in place to values that blockwise FP8 holds."""
+        quantized = quantize_blocks(weights)
+        dequantize_blocks(quantized, weights)
+        return quantized.finite
+
+    def begin(self, version: int) -> None:
+        """Begin an update of the parameters, which must have memory."""
+        if not self.tensors:
+            raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
+        super().begin(version)
+
+
+class EmbeddedReceiver(ReplicaReceiver):
+    """The only rank's receiver, in this process; ``check_idle`` raises if the engine cannot begin an update now."""
+
+    def __init__(self, weights: WeightStore, device: torch.device, check_idle: Callable[[], None]) -> None:
+        self._weights, self._device, self._check_idle = weights, device, check_idle
+        self._receiver: BucketReceiver | None = None
+        self.locations = [current_location(str(device))]
+
+    def connect(self, specs: Sequence[ReceiverSpec]) -> None:
+        (spec,) = specs
+        self._receiver = BucketReceiver.connect(spec, self._weights, self._device)
+
+    def begin(self, version: int) -> None:
+        self._check_idle()
+        self._connected().begin(version)
+
+    def open(self, session: int) -> None:
+        self._connected().peers.open(session)
+
+    def import_bucket(self, index: int, messages: Sequence[Message]) -> None:
+        receiver = self._connected()
+        receiver.import_bucket(index, *route_messages(messages, [receiver.rank]))
+
+    def close(self, completed: bool) -> list[TransferUsage]:
+        return [self._connected().close(completed)]
+
+    def end(self, version: int) -> None:
+        self._connected().end(version)
+
+    def _connected(self) -> BucketReceiver:
+        if self._receiver is None:
+            raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
+        return self._receiver
+
 
 # Maximum prompt tokens per forward pass; a longer prompt has its own pass. On a CPU a pass of this size keeps a small
 # model's activations in a core's cache. A GPU needs larger ones.
@@ -54,35 +161,35 @@ class EmbeddedEngine(RolloutEngine):
 
     Args:
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
-        decode: decodes tokens to text, for stop strings; None = requests with stop strings are refused.
+        decode: decodes tokens to text; None = requests with stop strings are refused.
 
     Raises:
         ConfigError: the engine does not support an option.
-        ModelError: the engine does not support the model (:func:`check_model`), or ``return_routes`` is set for a dense
-            model.
+        ModelError: the engine does not support the model (:func:`check_model`), or see :class:`RolloutEngine`.
     """
 
     def __init__(self, config: ModelConfig, options: EngineOptions | None = None, decode: Decode | None = None) -> None:
         options = options or EngineOptions()
-        _check_options(options)
+        if options.tensor_parallel_size > 1:
+            raise ConfigError(
+                f"tensor_parallel_size={options.tensor_parallel_size}: the embedded engine runs on one device; "
+                "use 1 and as many replicas as there are devices",
+                code="engine.one-device",
+            )
         check_model(config)
-        check_routes(config, options)
-        self.config, self.options = config, options
+        super().__init__(config, options)
         self._decode = decode
         self._device = torch.device(options.device)
         self._prompt_tokens = PROMPT_TOKENS[self._device.type]
-        self._max_length = options.max_model_len or config.max_position_embeddings
         eos = options.eos_token_ids
         self._eos = frozenset(eos_in(config.raw) if eos is None else eos)
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         weight_map = WeightMap(config)
         params = weight_map.rollout_params(1, 0)
         rounds = None if options.quantization is None else weight_map.is_linear
-        self._weights = WeightStore(params, DTYPES[options.dtype], self._device, weight_map.is_float32, rounds)
+        self._weights = WeightStore(params, getattr(torch, options.dtype), self._device, weight_map.is_float32, rounds)
         self._weights.allocate()
         self._receiver = EmbeddedReceiver(self._weights, self._device, self._check_idle)
-        self._asleep: set[Tag] = set()
-        self._closed = False
         self._cache: KVCache | None = None
         self._batcher: ContinuousBatcher | None = None
         self._running: set[str] = set()
@@ -94,13 +201,9 @@ class EmbeddedEngine(RolloutEngine):
     def weight_version(self) -> int:
         return self._weights.version
 
-    @property
-    def stale(self) -> bool:
-        return self._weights.version < 0
-
     def submit(self, requests: Sequence[Request]) -> None:
         names = self._names_with(requests, self._running)
-        if "kv_cache" in self._asleep:
+        if "kv_cache" in self.asleep:
             raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate", code="engine.asleep")
         for request in requests:
             self._check_request(request)
@@ -155,7 +258,7 @@ class EmbeddedEngine(RolloutEngine):
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         tags = check_tags(tags)
         check_none_running(self._running, "put the engine to sleep")
-        self._asleep |= tags
+        self.asleep |= tags
         self._batcher = None
         if "kv_cache" in tags:
             self._cache = None
@@ -169,24 +272,19 @@ class EmbeddedEngine(RolloutEngine):
         tags = check_tags(tags)
         if self._closed:
             raise RolloutError("the engine was shut down", code="engine.shut-down")
-        self._asleep -= tags
+        self.asleep -= tags
         if "weights" in tags:
             self._weights.allocate()
-
-    def health(self) -> EngineHealth:
-        ready = not (self.stale or self._asleep or self._closed)
-        return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
-
-    def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        _check_rank(rank)
-        return self._weights.tensors
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
         (parts,) = rectangles
         return [[self._weights.rectangle_checksum(part) for part in parts]]
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        _check_rank(rank)
+        if rank:
+            raise WeightSyncError(
+                f"tensor-parallel rank {rank}, expected 0: the embedded engine has one rank", code="engine.rank-range"
+            )
         return {name: tensor_checksum(tensor) for name, tensor in self._weights.tensors.items()}
 
     def fingerprint(self) -> tuple[str, ...]:
@@ -222,7 +320,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def _new_batcher(self, decoder: TransformerDecoder, cache: KVCache) -> ContinuousBatcher:
         lanes = self.options.max_num_seqs
-        rules = StopRules(lanes, self._eos, self.config.vocab_size, self._decode or _no_text, self._device)
+        rules = StopRules(lanes, self._eos, self.config.vocab_size, self._decode, self._device)
         experts = self.config.experts if self.options.return_routes else None
         routes = None if experts is None else RouteTable(experts, lanes, self._device)
         sampler = Sampler(lanes, self._device)
@@ -241,7 +339,7 @@ class EmbeddedEngine(RolloutEngine):
         return rest.after(request.prior)
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
+        super()._check_request(request)
         if request.params.stop:
             if self._decode is None:
                 raise RequestRefused(
@@ -252,11 +350,7 @@ class EmbeddedEngine(RolloutEngine):
 
 
 def check_model(config: ModelConfig) -> None:
-    """Check that the forward pass computes with every parameter of the model.
-
-    Raises:
-        ModelError: a custom family declares other parameters.
-    """
+    """Check that the forward pass computes with every parameter; ModelError if a custom family declares others."""
     weight_map = WeightMap(config)
     names = {name for layer in range(config.num_layers) for name in weight_map.layer_rollout_names(layer)}
     unknown = sorted(names - KNOWN_PARAMETERS)
@@ -274,29 +368,3 @@ def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     options = replace(options, eos_token_ids=options.end_tokens(model_path))
     has_tokenizer = Path(model_path, "tokenizer_config.json").is_file()
     return EmbeddedEngine(read_model_config(model_path), options, load_decode(model_path) if has_tokenizer else None)
-
-
-def _no_text(ids: Sequence[int]) -> str:
-    raise AssertionError("requests with stop strings are refused without a tokenizer")
-
-
-def _check_rank(rank: int) -> None:
-    if rank:
-        raise WeightSyncError(
-            f"tensor-parallel rank {rank}, expected 0: the embedded engine has one rank", code="engine.rank-range"
-        )
-
-
-def _check_options(options: EngineOptions) -> None:
-    if options.tensor_parallel_size != 1:
-        raise ConfigError(
-            f"tensor_parallel_size={options.tensor_parallel_size}: the embedded engine runs on one device; "
-            "use 1 and as many replicas as there are devices",
-            code="engine.one-device",
-        )
-    if options.dtype not in DTYPES:
-        raise ConfigError(
-            f"dtype={options.dtype!r}, the embedded engine knows: {', '.join(DTYPES)}", code="engine.option-choice"
-        )
-    if options.max_num_seqs < 1:
-        raise ConfigError(f"max_num_seqs={options.max_num_seqs}, expected at least 1", code="engine.option-range")

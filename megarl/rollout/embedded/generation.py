@@ -39,7 +39,7 @@ class PromptGroup(Generic[Member]):
 
 
 class RequestQueue(Generic[Member]):
-    """Waiting requests, grouped by prompt, in order of arrival of their prompts.
+    """Waiting requests, grouped by prompt, in arrival order of the prompts.
 
     Attributes:
         prefix_length: number of first tokens shared by all prompts since the queue was last empty.
@@ -137,7 +137,7 @@ class FinishedRequest(NamedTuple):
 
 
 class RouteTable:
-    """Records the experts of each token, by lane of the running request and position."""
+    """Records each token's experts, by the request's lane and the position."""
 
     def __init__(self, experts: Experts, lanes: int, device: torch.device) -> None:
         self._shape, self._device = (sum(experts.layers), experts.per_token), device
@@ -213,9 +213,6 @@ class ContinuousBatcher:
         self._log_probs = torch.zeros(lanes, 0, dtype=torch.float32, device=device)
         self._ended: list[FinishedRequest] = []
         self._is_sorted = False  # slots by length, longest first
-
-    def __len__(self) -> int:
-        return len(self._queue) + len(self._lanes)
 
     def add(self, requests: Sequence[Request]) -> None:
         """Add requests to the end of the queue."""

@@ -1,6 +1,7 @@
 """The KV cache of running sequences, and attention over it for new prompts and for single new tokens.
 
-Gated delta net layers have states in place of keys and values.
+Gated delta net layers have states in place of keys and values: a sequence has a matrix per value head, and the last
+inputs of the convolution.
 """
 
 from __future__ import annotations
@@ -15,16 +16,100 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.models import ModelConfig
-from megarl.models.delta_rule import ChunkPlan
+from megarl.models.delta_rule import ChunkPlan, causal_convolution, chunked_delta_rule, delta_rule_step
 from megarl.models.functional import causal_attention, masked_sink_attention, sink_attention
+from megarl.models.model_config import LinearAttention
 from megarl.models.rope import softmax_scale
-from megarl.rollout.embedded.delta_states import DeltaStates, TokenInputs
 
 # Widths are multiples of this many tokens: a change of width moves all tokens.
 WIDTH_MULTIPLE = {"cpu": 32, "cuda": 256}
 
 NARROW = 128
 """Up to this width a decode step on a CPU reads all slots at once: more operations would take longer than the reads."""
+
+
+class TokenInputs:
+    """Inputs of the delta rule for new tokens.
+
+    Args:
+        qkv: ``[tokens, channels]``, before the convolution.
+        g: ``[tokens, value heads]``, logarithm of the decay.
+        b: ``[tokens, value heads]``, learning rate.
+        weight: ``[channels, width]``, of the convolution.
+    """
+
+    def __init__(self, linear: LinearAttention, qkv: Tensor, g: Tensor, b: Tensor, weight: Tensor) -> None:
+        self.qkv, self.g, self.b, self.weight = qkv, g, b, weight
+        self._keys, self._values = linear.key_heads, linear.value_heads
+        width = linear.key_heads * linear.key_dim
+        self._widths = [width, width, linear.value_heads * linear.value_dim]
+
+    def heads(self, convolved: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+        """Return queries and keys ``[tokens, key heads, key_dim]``, and values, from the convolution's output."""
+        query, key, value = F.silu(convolved).split(self._widths, -1)
+        query, key = (part.unflatten(-1, (self._keys, -1)) for part in (query, key))
+        return query, key, value.unflatten(-1, (self._values, -1))
+
+
+class DeltaStates:
+    """States with one slot per sequence: in each layer the convolution's last inputs, and a float32 matrix per head."""
+
+    def __init__(self, config: ModelConfig, slots: int, dtype: torch.dtype, device: torch.device) -> None:
+        assert config.linear is not None
+        self.linear = linear = config.linear
+        numbers = [layer for layer in range(config.num_layers) if config.is_linear(layer)]
+        self._index = {layer: number for number, layer in enumerate(numbers)}
+        inputs = (slots, linear.conv_width - 1, linear.mixed_width)
+        matrices = (slots, linear.value_heads, linear.key_dim, linear.value_dim)
+        self._inputs = [torch.zeros(inputs, dtype=dtype, device=device) for _ in numbers]
+        self._matrices = [torch.zeros(matrices, device=device) for _ in numbers]
+
+    def grow(self, slots: int) -> None:
+        """Add slots up to a number; the content stays."""
+        for parts in (self._inputs, self._matrices):
+            for number, part in enumerate(parts):
+                missing = slots - len(part)
+                if missing > 0:
+                    parts[number] = torch.cat([part, part.new_zeros(missing, *part.shape[1:])])
+
+    def copy(self, sources: Tensor, targets: Tensor) -> None:
+        """Copy slots to other slots; no target may be a source."""
+        for part in (*self._inputs, *self._matrices):
+            part.index_copy_(0, targets, part.index_select(0, sources))
+
+    def snapshot(self, slot: int) -> list[Tensor]:
+        """Return copies of a slot, for :meth:`restore`."""
+        return [part[slot].clone() for part in (*self._inputs, *self._matrices)]
+
+    def restore(self, snapshot: list[Tensor], first: int, count: int) -> None:
+        """Write a snapshot to ``count`` neighboring slots."""
+        for part, saved in zip((*self._inputs, *self._matrices), snapshot, strict=True):
+            part[first : first + count] = saved
+
+    def prompts(self, layer: int, tokens: TokenInputs, plan: ChunkPlan, first: int, continues: bool) -> Tensor:
+        """Compute the delta rule over prompts, in slots from ``first`` on, and set the states; see ``Attention.recur``.
+
+        Args:
+            continues: the slots hold the states of a prefix; otherwise the prompts begin here.
+        """
+        number, slots = self._index[layer], slice(first, first + len(plan.order))
+        inputs, matrices = self._inputs[number][slots], self._matrices[number][slots]
+        convolved, last = causal_convolution(tokens.qkv, tokens.weight, plan, inputs if continues else None)
+        values, after = chunked_delta_rule(
+            *tokens.heads(convolved), tokens.g, tokens.b, plan, matrices if continues else None, with_state=True
+        )
+        assert after is not None
+        inputs.copy_(last)
+        matrices.copy_(after)
+        return values
+
+    def step(self, layer: int, tokens: TokenInputs) -> Tensor:
+        """Compute the delta rule for one new token in each of the first slots, and update the states."""
+        number, rows = self._index[layer], len(tokens.qkv)
+        inputs, matrices = self._inputs[number][:rows], self._matrices[number][:rows]
+        held = torch.cat([inputs, tokens.qkv[:, None]], 1)
+        inputs.copy_(held[:, 1:])
+        return delta_rule_step(*tokens.heads((held * tokens.weight.t()).sum(1)), tokens.g, tokens.b, matrices)
 
 
 class KVCache:
@@ -40,7 +125,7 @@ class KVCache:
     """
 
     def __init__(self, config: ModelConfig, slots: int, length: int, dtype: torch.dtype, device: torch.device) -> None:
-        self._multiple = WIDTH_MULTIPLE[device.type]
+        self.device, self.dtype, self._multiple = device, dtype, WIDTH_MULTIPLE[device.type]
         self.slots, self.length, self.width = slots, length, min(self._multiple, length)
         self.window, self.scale = config.window, softmax_scale(config)
         latent = config.latent
@@ -58,16 +143,6 @@ class KVCache:
         self._index = {layer: number for number, layer in enumerate(layers)}
         self._keys, self._values = allocate(len(layers)), allocate(len(layers) if latent is None else 0)
         self.delta = None if config.linear is None else DeltaStates(config, slots, dtype, device)
-
-    @property
-    def device(self) -> torch.device:
-        """Device of the cache."""
-        return self._keys[0].device
-
-    @property
-    def dtype(self) -> torch.dtype:
-        """Dtype of the cache."""
-        return self._keys[0].dtype
 
     @property
     def is_read_in_parts(self) -> bool:
@@ -168,7 +243,7 @@ class Attention(Protocol):
         """
 
     def recur(self, layer: int, tokens: TokenInputs) -> Tensor:
-        """Compute a gated delta net layer, as :class:`~megarl.rollout.embedded.delta_states.Recurrence`."""
+        """Compute the delta rule of one layer: ``[tokens, value heads, value_dim]`` float32; updates the states."""
 
 
 class PromptAttention:

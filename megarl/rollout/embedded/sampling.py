@@ -183,10 +183,12 @@ class StopRules:
 
     Args:
         eos: tokens that end every request without ``ignore_eos``.
-        decode: decodes tokens to text, for requests with stop strings.
+        decode: decodes tokens to text; None: no request has stop strings.
     """
 
-    def __init__(self, lanes: int, eos: frozenset[int], vocab_size: int, decode: Decode, device: torch.device) -> None:
+    def __init__(
+        self, lanes: int, eos: frozenset[int], vocab_size: int, decode: Decode | None, device: torch.device
+    ) -> None:
         self._eos, self._decode, self._device = eos, decode, device
         self._stop_rows: dict[frozenset[int], int] = {}
         self._stops = torch.zeros(0, vocab_size, dtype=torch.bool, device=device)
@@ -218,7 +220,7 @@ class StopRules:
         Args:
             lanes: ``[rows]``, lane of each row's request.
             responses: ``[all lanes, longest]``, generated tokens.
-            counts: ``[rows]``, number of tokens of each row's request.
+            counts: ``[rows]``, tokens of each row's request.
         """
         stopped = self._stops[self._set[lanes], responses[lanes, counts - 1]]
         if self._texts:
@@ -226,6 +228,7 @@ class StopRules:
         return stopped | (counts >= self._limits[lanes]), stopped
 
     def _at_stop_string(self, lanes: Tensor, responses: Tensor, counts: Tensor) -> Tensor:
+        assert self._decode is not None
         matches = torch.zeros(len(lanes), dtype=torch.bool)
         for row, (lane, count) in enumerate(zip(lanes.tolist(), counts.tolist(), strict=True)):
             texts = self._texts.get(lane)

@@ -6,12 +6,9 @@ import asyncio
 import itertools
 import os
 import queue
-import threading
 import time
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Any
-
-from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.packages import require_sglang
@@ -21,7 +18,6 @@ from megarl.models.verification import ParamRectangle
 from megarl.rollout.interface import (
     TAGS,
     Completion,
-    EngineHealth,
     EngineLost,
     EngineOptions,
     Request,
@@ -30,32 +26,33 @@ from megarl.rollout.interface import (
     RolloutError,
     SamplingParams,
     Tag,
+    check_none_running,
+    check_tags,
+    check_token_ids,
 )
 from megarl.rollout.registry import register_engine
-from megarl.rollout.request_checks import check_none_running, check_request, check_routes, check_tags, check_token_ids
 from megarl.rollout.sglang.backend import (
     CLOSE_S,
     WATCH_S,
     CallWatch,
     RequestLoop,
     ResponseContext,
+    SchedulerLiveness,
     SGLangBackend,
+    StoppedProcesses,
     parse_completion,
     request_payload,
 )
-from megarl.rollout.sglang.liveness import SchedulerLiveness, StoppedProcesses
 from megarl.rollout.sglang.model_checks import check_model_runs
 from megarl.rollout.sglang.options import KEY, MODES, SGLangOptions, decodes
 from megarl.rollout.sglang.weights import WeightSession
 from megarl.sharding.receiver import check_version
-from megarl.sharding.sglang_shard import VOCAB_MULTIPLE, SGLangShard
+from megarl.sharding.sglang_loader import VOCAB_MULTIPLE, SGLangShard
 
 ABORT_AGAIN_S = 0.05
 """Seconds between attempts to abort a request, which SGLang may not have received yet."""
-
 IDLE_S = 30.0
 """Seconds for SGLang to become idle after its last response."""
-
 _FIRST_NUMBER = itertools.count()
 
 
@@ -82,20 +79,20 @@ class SGLangEngine(RolloutEngine):
         RolloutError: SGLang does not start.
     """
 
+    options: SGLangOptions
+
     def __init__(self, config: ModelConfig, folder: str, options: SGLangOptions) -> None:
-        _check_options(options)
+        if options.mode not in MODES:
+            raise ConfigError(
+                f"{KEY}.mode={options.mode!r}, expected one of: {', '.join(MODES)}", code="engine.option-choice"
+            )
         check_model_runs(config, options)
-        self.config, self.options, self._folder = config, options, folder
-        check_routes(config, options)
+        super().__init__(config, options)
         _check_divides(config, options.tensor_parallel_size)
-        self._max_length = options.max_model_len or config.max_position_embeddings
         self._eos = frozenset(options.end_tokens(folder))
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         self._decodes = decodes(folder, options)
-        self._asleep: set[Tag] = set()
-        self._closed = False
         self._running: dict[str, RunningRequest] = {}
-        self._lock = threading.Lock()
         # None interrupts a poll.
         self._ended: queue.SimpleQueue[tuple[RunningRequest, Completion | RolloutError] | None] = queue.SimpleQueue()
         self._names = (f"{os.getpid()}-{next(_FIRST_NUMBER)}-{n:012d}" for n in itertools.count())
@@ -117,19 +114,15 @@ class SGLangEngine(RolloutEngine):
         return self._session.version
 
     @property
-    def stale(self) -> bool:
-        return self._session.version < 0
-
-    @property
     def url(self) -> str | None:
         """URL of its server, which other engines can use too; None in process."""
         return getattr(self._backend, "url", None)
 
     def submit(self, requests: Sequence[Request]) -> None:
         self._names_with(requests, self._running)
-        if self._asleep:
+        if self.asleep:
             raise RolloutError(
-                f"the engine's '{min(self._asleep)}' is asleep: wake it before submitting requests",
+                f"the engine's '{min(self.asleep)}' is asleep: wake it before submitting requests",
                 code="engine.asleep",
             )
         self._check_alive()
@@ -201,52 +194,40 @@ class SGLangEngine(RolloutEngine):
             )
         check_version(version)
         self._check_idle()
-        if not self._asleep:
+        if not self.asleep:
             self._wait_until_idle()
         self._session.load_folder(path, version)
 
     @property
     def receiver(self) -> WeightSession:
-        """The receivers of the ranks run in SGLang's ranks."""
         return self._session
 
     def sleep(self, tags: Iterable[Tag] = TAGS) -> None:
         """SGLang frees the memory only with its memory saver, which exists on GPUs."""
-        chosen = check_tags(tags) - self._asleep
+        chosen = check_tags(tags) - self.asleep
         check_none_running(self._running, "put the engine to sleep")
         if "weights" in chosen:
             self._session.abandon()
         if chosen and not self._closed:
             self._wait_until_idle()
             self._call_or_raise("release_memory_occupation", tags=_memory_tags(chosen))
-        self._asleep |= chosen
+        self.asleep |= chosen
 
     def wake(self, tags: Iterable[Tag] = TAGS) -> None:
-        chosen = check_tags(tags) & self._asleep
+        chosen = check_tags(tags) & self.asleep
         if self._closed:
             raise RolloutError("the engine was shut down", code="engine.shut-down")
         if chosen:
             self._call_or_raise("resume_memory_occupation", tags=_memory_tags(chosen))
-        self._asleep -= chosen
-
-    def health(self) -> EngineHealth:
-        ready = not (self.stale or self._asleep or self._closed) and self._failure() is None
-        return EngineHealth(ready, self.stale, self.weight_version, tuple(tag for tag in TAGS if tag in self._asleep))
-
-    def weights(self, rank: int = 0) -> Mapping[str, Tensor]:
-        """Each look-up reads SGLang."""
-        return self._session.params(rank)
+        self.asleep -= chosen
 
     def checksum(self, rank: int = 0) -> dict[str, str]:
-        """Computed in SGLang's ranks."""
         return self._session.checksum(rank)
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """Computed in SGLang's ranks, all at once."""
         return self._session.rectangle_checksums(rectangles)
 
     def fingerprint(self) -> tuple[str, ...]:
-        """Computed by SGLang's weight checker, in versions with one."""
         return self._session.fingerprint()
 
     def shutdown(self) -> None:
@@ -254,7 +235,7 @@ class SGLangEngine(RolloutEngine):
         if self._closed:
             return
         self._closed = True
-        self._asleep = set(TAGS)
+        self.asleep = set(TAGS)
         self._drop_requests()
         self._session.shutdown()
         self._end_backend()
@@ -299,7 +280,7 @@ class SGLangEngine(RolloutEngine):
 
     def _check_idle(self) -> None:
         """Refuse new weights while requests run or the weights are asleep."""
-        if "weights" in self._asleep:
+        if "weights" in self.asleep:
             raise WeightSyncError("the engine's weights are asleep: wake 'weights' first", code="engine.asleep")
         check_none_running(self._running, "update weights", WeightSyncError)
         self._check_alive()
@@ -327,19 +308,16 @@ class SGLangEngine(RolloutEngine):
                 raise RolloutError(f"SGLang is not idle: {outcome.message}", code="sglang.not-idle")
             time.sleep(ABORT_AGAIN_S)
 
-    def _failure(self) -> str | None:
-        return self._backend.failure() or self._liveness.lost
-
     def _check_alive(self) -> None:
         if self._running:
             self._liveness.check()
-        failure = self._failure()
+        failure = self._backend.failure() or self._liveness.lost
         if failure is not None:
             self._running.clear()
             raise EngineLost(f"SGLang does not serve any more: {failure}", code="sglang.engine-lost")
 
     def _check_request(self, request: Request) -> None:
-        check_request(request, self._max_length, self.config.vocab_size, return_routes=self.options.return_routes)
+        super()._check_request(request)
         if request.prior is not None and not self.can_continue(request.params):
             raise RequestRefused(
                 f"request '{request.request_id}': SGLang cannot continue a response with stop strings or a "
@@ -379,7 +357,7 @@ def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: Reques
 
 def _check_divides(config: ModelConfig, tp: int) -> None:
     try:
-        SGLangShard(config, tp, 0).params()
+        SGLangShard(config, tp, 0).params  # noqa: B018 -- computed at the first access
     except ValueError as error:
         raise ConfigError(f"rollout.tensor_model_parallel_size={tp}: {error}", code="layout.engine-ranks") from None
 
@@ -387,16 +365,3 @@ def _check_divides(config: ModelConfig, tp: int) -> None:
 def _memory_tags(tags: set[Tag]) -> list[str]:
     """SGLang's names of memory; its CUDA graphs sleep and wake with the KV cache."""
     return sorted([*tags, *(["cuda_graph"] if "kv_cache" in tags else [])])
-
-
-def _check_options(options: SGLangOptions) -> None:
-    choices = {"mode": MODES, "dtype": ("float32", "bfloat16")}
-    for name, allowed in choices.items():
-        if getattr(options, name) not in allowed:
-            raise ConfigError(
-                f"{KEY}.{name}={getattr(options, name)!r}, expected one of: {', '.join(allowed)}",
-                code="engine.option-choice",
-            )
-    for name in ("tensor_parallel_size", "max_num_seqs"):
-        if getattr(options, name) < 1:
-            raise ConfigError(f"{name}={getattr(options, name)}, expected at least 1", code="engine.option-range")

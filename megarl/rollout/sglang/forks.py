@@ -17,7 +17,7 @@ import signal
 from collections.abc import Sequence
 from multiprocessing import forkserver, resource_tracker, util
 from multiprocessing.context import ForkServerProcess
-from types import FrameType, ModuleType
+from types import ModuleType
 from typing import Any
 
 from megarl.base.child_process import die_with_parent
@@ -51,8 +51,8 @@ class ForkedProcess(ForkServerProcess):
         super().run()
 
 
-class _Multiprocessing(ModuleType):
-    """The package ``multiprocessing`` with another class of processes."""
+class ForkingMultiprocessing(ModuleType):
+    """The package ``multiprocessing`` with another class of processes, for SGLang's modules."""
 
     Process = ForkedProcess
 
@@ -79,19 +79,10 @@ def _fork(path: bytes, args: Sequence[Any], passfds: Sequence[int]) -> int:
     os._exit(0)
 
 
-def fork_processes(module: Any) -> None:
-    """Let a module of SGLang start forks.
-
-    Args:
-        module: uses the package ``multiprocessing`` under the name ``mp``.
-    """
-    module.mp = _Multiprocessing("multiprocessing")
-
-
 def prepare_server() -> None:
-    """Import SGLang in the fork server, which ends with its parent and forwards the signal of a failed fork."""
+    """Import SGLang in the fork server, which ends with its parent and forwards SGLang's signal of a failed fork."""
     die_with_parent(os.getppid())
-    signal.signal(signal.SIGQUIT, _forward_to_parent)
+    signal.signal(signal.SIGQUIT, lambda number, frame: os.kill(os.getppid(), number))
     gc.disable()
     logging.disable(logging.WARNING)  # SGLang's list of models that need a GPU
     for name in SERVER_MODULES:
@@ -105,8 +96,3 @@ def prepare_server() -> None:
         # It finds the command line, which forks overwrite with their names, by means of the first environment.
         importlib.import_module("setproctitle").getproctitle()
     gc.freeze()  # collections of the forks would copy the memory of all modules
-
-
-def _forward_to_parent(number: int, frame: FrameType | None) -> None:
-    """Forward SGLang's signal for a failure, which a fork sends to its parent process: this one."""
-    os.kill(os.getppid(), number)

@@ -1,4 +1,9 @@
-"""SGLang behind its HTTP server: one that this process starts and ends, or a running one."""
+"""SGLang behind its HTTP server: one that this process starts and ends, or a running one.
+
+As a program (``python -m megarl.rollout.sglang.http``) it is the server. It equals ``python -m sglang.launch_server``,
+but reads its arguments as JSON from its input and ends with its parent process. The API key is among them; on a command
+line every user of the machine could read it.
+"""
 
 from __future__ import annotations
 
@@ -6,6 +11,7 @@ import asyncio
 import base64
 import contextlib
 import dataclasses
+import importlib
 import json
 import os
 import secrets
@@ -19,16 +25,25 @@ from urllib.parse import urlsplit
 
 import psutil
 
-from megarl.base.child_process import kill_process_tree
+from megarl.base.child_process import die_with_parent, kill_process_tree
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json
 from megarl.base.logs import output_log
 from megarl.base.ports import held_port
 from megarl.base.processes import READ_ERRORS, descendants
+from megarl.base.proxies import bypass_proxies
 from megarl.rollout.interface import EngineLost, RequestRefused, RolloutError
-from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop
-from megarl.rollout.sglang.liveness import stopped_processes
-from megarl.rollout.sglang.options import KEY, ROUTES_ARGUMENT, SGLangOptions, decodes, environment
+from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop, stopped_processes
+from megarl.rollout.sglang.options import (
+    KEY,
+    ROUTES_ARGUMENT,
+    RankRendezvous,
+    SGLangOptions,
+    decodes,
+    environment,
+    needs_shim,
+    server_args,
+)
 
 LOOPBACK = ("127.0.0.1", "localhost", "::1")
 LOG_TAIL = 4000
@@ -80,11 +95,7 @@ class HttpBackend:
         return list((await self.server_info()).get("custom_weight_loader") or [])
 
     async def server_info(self) -> Mapping[str, Any]:
-        """Return the server's arguments and state.
-
-        Raises:
-            RolloutError: the server does not return them.
-        """
+        """Return the server's arguments and state; a RolloutError if it does not report them."""
         status, body = await self.send("GET", "/server_info")
         if status != 200 or not isinstance(body, dict):
             raise RolloutError(
@@ -121,7 +132,6 @@ class HttpBackend:
             kill_process_tree(self._process, _KILL_S)
 
     async def disconnect(self) -> None:
-        """Close connections."""
         if self._client is not None:
             await self._client.close()
             self._client = None
@@ -220,7 +230,7 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
         log = stack.enter_context(_output())
         start = log.seek(0, os.SEEK_END)
         process = subprocess.Popen(
-            [sys.executable, "-m", "megarl.rollout.sglang.serve"],
+            [sys.executable, "-m", "megarl.rollout.sglang.http"],
             env=os.environ | environment(options),
             stdin=subprocess.PIPE,
             stdout=log,
@@ -236,7 +246,9 @@ def start_server(folder: str, max_model_len: int, options: SGLangOptions, loop: 
             server.close()
             loop.call(server.disconnect(), CLOSE_S, "closing connections")
             if isinstance(error, RolloutError):
-                raise RolloutError(f"{error.text}\n{_tail(log, start)}", code=error.code) from None
+                log.seek(start)
+                output = log.read().decode(errors="replace")[-LOG_TAIL:]
+                raise RolloutError(f"{error.text}\n{output}", code=error.code) from None
             raise
     return server
 
@@ -289,6 +301,24 @@ def _output() -> IO[bytes]:
     return Path(path).open("a+b") if path else tempfile.TemporaryFile()
 
 
-def _tail(log: IO[bytes], start: int) -> str:
-    log.seek(start)
-    return log.read().decode(errors="replace")[-LOG_TAIL:]
+def main() -> None:
+    """Serve until the process is ended."""
+    job = json.loads(sys.stdin.buffer.read())
+    die_with_parent(os.getppid())
+    options = SGLangOptions(**job["options"])
+    bypass_proxies(options.host)  # the server calls itself
+    rendezvous = RankRendezvous(options)
+    os.environ.update(rendezvous.variables)
+    arguments = server_args(job["folder"], job["max_model_len"], options) | rendezvous.arguments
+    from sglang.srt.entrypoints.http_server import launch_server
+    from sglang.srt.server_args import ServerArgs
+
+    if needs_shim(options):
+        importlib.import_module("megarl.rollout.sglang.forks").fork_this_process()
+    # A warm-up would generate without weights.
+    arguments |= {"host": options.host, "port": options.port, "api_key": options.api_key, "skip_server_warmup": True}
+    launch_server(ServerArgs(**arguments))
+
+
+if __name__ == "__main__":
+    main()

@@ -17,8 +17,7 @@ import psutil
 from megarl.base.child_process import environment_variables
 from megarl.base.processes import READ_ERRORS, command_line, descendants, has_ended, wait_for_ends
 from megarl.rollout.interface import RequestRefused, RolloutError
-from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult
-from megarl.rollout.sglang.liveness import stopped_processes
+from megarl.rollout.sglang.backend import CONTROL_CALLS, ControlResult, stopped_processes
 from megarl.rollout.sglang.options import (
     LOADER,
     RankRendezvous,
@@ -97,7 +96,7 @@ class InProcessBackend:
         return f"one of its processes ended ({', '.join([*ranks, running])})"
 
     async def disconnect(self) -> None:
-        """Do nothing: there are no connections to close."""
+        return
 
     def close(self) -> None:
         if self._closed:
@@ -112,9 +111,7 @@ class InProcessBackend:
 
 
 class FollowerNode:
-    """The ranks of an SGLang on another node than its front end; they follow the scheduler of the first node.
-
-    They end with this process.
+    """The ranks of an SGLang on another node than its front end; they end with this process.
 
     Raises:
         RolloutError: SGLang does not start, or this process has an SGLang engine already.

@@ -33,16 +33,14 @@ KERNELS_ARGUMENT, EXPERT_KERNELS = "moe_runner_backend", "triton"
 MODES = ("in_process", "http")
 LOADER = "megarl.sharding.sglang_loader.load"
 """Import path of the weight loader for SGLang's ranks."""
-
 RESERVED_TOKENS = 2
 """Tokens of the context length that SGLang reserves."""
-
 ROUTES_ARGUMENT = "enable_return_routed_experts"
 """Argument of SGLang with which it records the experts of tokens."""
-
 CACHE_TOKENS = "max_total_tokens"
 """Argument of SGLang with the tokens that its cache holds, of all requests together."""
-
+FRACTION = "mem_fraction_static"
+"""Argument of SGLang with the share of the free memory for weights and KV cache."""
 _CPU = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -165,12 +163,8 @@ class SGLangOptions(EngineOptions):
 def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict[str, Any]:
     """Return the fields of ``ServerArgs`` for an engine that starts without weights.
 
-    Args:
-        folder: model folder; only its config and, with stop strings, its tokenizer are read.
-
     Raises:
-        ConfigError: ``options.server_args`` has an argument that the engine sets, or that SGLang does not have; or
-            SGLang cannot return routes.
+        ConfigError: ``options.server_args`` has an argument that the engine sets, or that SGLang does not have.
     """
     device, _, index = options.device.partition(":")
     arguments: dict[str, Any] = {
@@ -204,12 +198,6 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
     if options.quantization is not None:
         arguments |= quantization_args(arguments)
     supported = server_arg_names()
-    if options.return_routes and ROUTES_ARGUMENT not in supported:
-        raise ConfigError(
-            "actor_rollout_ref.actor.router_replay.mode=R3: the installed SGLang returns no experts of tokens; install "
-            "0.5.17 or later, or set R2",
-            code="sglang.routes-version",
-        )
     return {name: value for name, value in arguments.items() if name in supported or name not in _OPTIONAL}
 
 
@@ -263,14 +251,7 @@ def with_overrides(arguments: Mapping[str, Any], fields: Mapping[str, Any]) -> d
 
 
 def quantization_args(server_args: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the server arguments with which SGLang holds linear layers as a DeepSeek-V3 folder does.
-
-    Args:
-        server_args: the user's arguments; overrides of the model's config are kept.
-
-    Raises:
-        ConfigError: the user's overrides of the model's config are no JSON object.
-    """
+    """Return the arguments with which SGLang holds linear layers as a DeepSeek-V3 folder does; see `with_overrides`."""
     form = {
         "quant_method": FP8,
         "fmt": "e4m3",
@@ -288,9 +269,7 @@ def _samples_with_flashinfer() -> bool:
 
 
 def check_server_args(arguments: Mapping[str, Any]) -> None:
-    """Refuse arguments that the engine sets, that change the ranks' parameters, or that SGLang does not have.
-
-    The last check needs an installed SGLang.
+    """Refuse arguments that the engine sets, that change the ranks' parameters, or that an installed SGLang lacks.
 
     Raises:
         ConfigError: names the argument.
@@ -349,9 +328,7 @@ def field_names(kind: type) -> list[str]:
     """
     if dataclasses.is_dataclass(kind):
         return [field.name for field in dataclasses.fields(kind)]
-    fields = getattr(kind, "__struct_fields__", None)
-    if fields is None:
-        fields = getattr(kind, "model_fields", None)
+    fields = getattr(kind, "__struct_fields__", getattr(kind, "model_fields", None))
     if fields is None:
         raise TypeError(f"{kind.__name__} is neither a dataclass nor a structure")
     return list(fields)
@@ -404,7 +381,7 @@ class RankRendezvous:
     hosts a store that listens on all interfaces.
 
     Attributes:
-        variables: environment variables of SGLang's processes, which make all its ranks clients of the store.
+        variables: environment variables of SGLang's processes, which make all ranks clients of the store.
         arguments: fields of ``ServerArgs``.
     """
 
@@ -430,7 +407,6 @@ class RankRendezvous:
 
 
 def _at_store(address: str) -> dict[str, str]:
-    """Environment variables that make all ranks clients of a store."""
     return {
         "SGLANG_DISTRIBUTED_INIT_METHOD_OVERRIDE": f"tcp://{address}",
         "TORCHELASTIC_USE_AGENT_STORE": "True",

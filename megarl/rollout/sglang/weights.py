@@ -10,13 +10,12 @@ import pickle
 import secrets
 import socket
 import threading
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from multiprocessing.connection import Connection, Listener, answer_challenge, deliver_challenge, wait
 from typing import Any
 
 import torch
-from torch import Tensor
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
 from megarl.base.ports import GLOO_INTERFACE, interface_of
@@ -36,16 +35,12 @@ from megarl.sharding.receiver import (
     route_messages,
 )
 from megarl.sharding.sender import Message
-from megarl.sharding.sglang_loader import LOST, Reply, set_socket_options
-from megarl.sharding.sglang_shard import SGLangShard
+from megarl.sharding.sglang_loader import LOST, Reply, SGLangShard, set_socket_options
 
 UNKNOWN_ACTION = "Unsupported"
 """Message of SGLang's weight checker in early versions without checksums."""
-
 LOADER_CALL = "update_weights_from_tensor"
 """Control call with which SGLang runs the loader in its ranks."""
-
-
 LOOK_S = 0.2
 """Seconds between checks that SGLang's call has not ended, while its ranks connect."""
 
@@ -80,11 +75,10 @@ class WeightSession(ReplicaReceiver):
         self._backend, self._loop, self._watch, self._check_idle = backend, loop, watch, check_idle
         self.version = NO_VERSION
         self._tp = options.tensor_parallel_size
-        self._sessions = loop.call(
-            backend.has("begin_weight_update"), options.call_timeout_s, "reading its control calls"
-        )
-        self._checks = loop.call(backend.has("check_weights"), options.call_timeout_s, "reading its control calls")
-        if LOADER not in loop.call(backend.loaders(), options.call_timeout_s, "reading its weight loaders"):
+        limit_s, reading = options.call_timeout_s, "reading its control calls"
+        self._sessions = loop.call(backend.has("begin_weight_update"), limit_s, reading)
+        self._checks = loop.call(backend.has("check_weights"), limit_s, reading)
+        if LOADER not in loop.call(backend.loaders(), limit_s, "reading its weight loaders"):
             raise ConfigError(
                 "the SGLang server was started without megarl's weight loader: start it with --custom-weight-loader "
                 f"{LOADER}, and with megarl installed there",
@@ -101,16 +95,11 @@ class WeightSession(ReplicaReceiver):
         self._largest_command = 0
         quantized = options.quantization is not None
         self._shards = [SGLangShard(config, self._tp, rank, quantized) for rank in range(self._tp)]
-        self._names = [param.name for param in self._shards[0].params()]
-        replies = self._query("attach", [(shard,) for shard in self._shards])
-        self.locations = [ProcessLocation(r.values[0], r.values[1], tuple(r.values[2])) for r in replies]
+        places = self._query("attach", [(shard,) for shard in self._shards])
+        self.locations = [ProcessLocation(node, device, tuple(visible)) for node, device, visible in places]
 
     def load_folder(self, path: str, version: int) -> None:
-        """Load all weights from a Hugging Face folder, which SGLang's ranks read.
-
-        Raises:
-            ModelError: SGLang refuses the folder, or holds its weights in FP8, which the folder does not have.
-        """
+        """Load all weights from a Hugging Face folder, which SGLang's ranks read; ModelError if SGLang cannot."""
         self._drop_weights(version)
         if self._shards[0].quantized:
             raise ModelError(
@@ -130,7 +119,6 @@ class WeightSession(ReplicaReceiver):
         self.version = version
 
     def connect(self, specs: Sequence[ReceiverSpec]) -> None:
-        """Create the receivers in SGLang's ranks; see :meth:`ReplicaReceiver.connect`."""
         self._query("connect", [(spec,) for spec in specs])
         self._transfer = None
         self._ranks = [spec.plan.rank for spec in specs]
@@ -160,8 +148,8 @@ class WeightSession(ReplicaReceiver):
         """End receiving; the last entry is the memory of this process's largest command."""
         if not completed:
             self._transfer = None
-        replies = self._query("close", [(completed,)] * self._tp)
-        return [*(TransferUsage(*reply.values) for reply in replies), TransferUsage(self._largest_command)]
+        usage = self._query("close", [(completed,)] * self._tp)
+        return [*(TransferUsage(*values) for values in usage), TransferUsage(self._largest_command)]
 
     def end(self, version: int) -> None:
         if self._update is None:
@@ -176,7 +164,6 @@ class WeightSession(ReplicaReceiver):
         self.version = version
 
     def _drop_weights(self, version: int) -> None:
-        """Drop the weights, for others of ``version``."""
         check_version(version)
         self._check_idle()
         self.abandon()
@@ -204,18 +191,14 @@ class WeightSession(ReplicaReceiver):
         self._hang_up()
         return watched_result(self._loop.start(self._backend.call(method, **fields)), self._watch(method))
 
-    def params(self, rank: int) -> Mapping[str, Tensor]:
-        """Return the parameters of one rank; each look-up reads SGLang."""
-        return _RankParams(self, rank, self._names)
-
     def checksum(self, rank: int) -> dict[str, str]:
-        """Return the digest of each parameter of one rank."""
-        digests: dict[str, str] = self._query("checksum", [(r == rank,) for r in range(self._tp)])[rank].values
+        """Return the digests of a rank's parameters."""
+        digests: dict[str, str] = self._query("checksum", [()] * self._tp)[rank]
         return digests
 
     def rectangle_checksums(self, rectangles: Sequence[Sequence[ParamRectangle]]) -> list[list[int]]:
-        """Return checksums of parts of the parameters, computed in all ranks at once."""
-        return [list(reply.values) for reply in self._query("sums", [(parts,) for parts in rectangles])]
+        """Return checksums of parameter parts, computed in all ranks at once."""
+        return self._query("sums", [(parts,) for parts in rectangles])
 
     def fingerprint(self) -> tuple[str, ...]:
         """Return the checksum of each rank's weights by SGLang's checker; empty in versions without checksums."""
@@ -226,13 +209,7 @@ class WeightSession(ReplicaReceiver):
             _check_success(outcome, "check its weights")
         return tuple(str(rank["per_gpu_checksum"]) for rank in outcome.ranks)
 
-    def read(self, rank: int, name: str) -> Tensor:
-        """Return a parameter of SGLang's rank."""
-        reply = self._query("read", [(name if r == rank else None,) for r in range(self._tp)])[rank]
-        data = torch.frombuffer(bytearray(reply.data), dtype=getattr(torch, reply.values["dtype"]))
-        return data.view(reply.values["shape"])
-
-    def _query(self, action: str, arguments: Sequence[tuple[Any, ...]]) -> list[Reply]:
+    def _query(self, action: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
         """Send a command that may come outside an update; SGLang accepts it only within an update session."""
         was_open = self._open
         self._open_session()
@@ -244,8 +221,8 @@ class WeightSession(ReplicaReceiver):
             if not was_open:
                 self._close_session()
 
-    def _command(self, action: str, arguments: Sequence[tuple[Any, ...]]) -> list[Reply]:
-        """Send a command to every rank and return the replies.
+    def _command(self, action: str, arguments: Sequence[tuple[Any, ...]]) -> list[Any]:
+        """Send a command to every rank and return the values of the replies.
 
         Args:
             arguments: its arguments by rank.
@@ -272,7 +249,7 @@ class WeightSession(ReplicaReceiver):
         for rank, reply in enumerate(replies):
             if reply.error:
                 raise WeightSyncError(f"SGLang's rank {rank}: {reply.error}", code=reply.code)
-        return replies
+        return [reply.values for reply in replies]
 
     def _call_loader(self) -> None:
         """Let SGLang call the loader, and wait until all ranks listen.
@@ -322,22 +299,6 @@ def _check_runs(call: concurrent.futures.Future[ControlResult], watch: CallWatch
     watch.check()
 
 
-class _RankParams(Mapping[str, Tensor]):
-    """Parameters of one rank, read from SGLang one at a time."""
-
-    def __init__(self, session: WeightSession, rank: int, names: Sequence[str]) -> None:
-        self._session, self._rank, self._names = session, rank, names
-
-    def __getitem__(self, name: str) -> Tensor:
-        return self._session.read(self._rank, name)
-
-    def __iter__(self) -> Iterator[str]:
-        return iter(self._names)
-
-    def __len__(self) -> int:
-        return len(self._names)
-
-
 class CommandChannel:
     """The engine's connections to its ranks, which last as long as a call of the loader.
 
@@ -364,7 +325,7 @@ class CommandChannel:
         return bool(self._ranks)
 
     def invite(self, ranks: int) -> list[bytes]:
-        """Return the arguments of a call of the loader, by rank; with them the ranks connect."""
+        """Return the arguments of a loader call, by rank; with them the ranks connect."""
         self.hang_up()
         calls = [{**self.to, "call_id": self._call_id, "rank": rank} for rank in range(ranks)]
         return [pickle.dumps([(json.dumps(call), torch.empty(0, dtype=torch.uint8))]) for call in calls]
@@ -401,8 +362,7 @@ class CommandChannel:
             ready = wait(silent, watch.pause_s)
             for rank, connection in enumerate(self._ranks):
                 if connection in ready:
-                    head = json.loads(connection.recv_bytes())
-                    replies[rank] = Reply(head["values"], connection.recv_bytes(), head["error"], head["code"])
+                    replies[rank] = Reply(*json.loads(connection.recv_bytes()))
             if not ready:
                 watch.check()
         return [replies[rank] for rank in range(len(self._ranks))]

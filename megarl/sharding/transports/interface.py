@@ -10,8 +10,8 @@ from __future__ import annotations
 import mmap
 import os
 import uuid
-from collections.abc import Callable, Iterable, Iterator, Mapping
-from typing import Any, Literal, NamedTuple, Protocol
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from typing import Any, Literal, NamedTuple, Protocol, TypeAlias
 
 import torch
 from torch import Tensor
@@ -25,19 +25,15 @@ BUFFERS = 2
 """One buffer for the receivers to read, one to pack."""
 
 MemoryKind = Literal["host", "device"]
-TRANSPORT_CLASSES: Registry[Callable[[TransportOptions], Transport]] = Registry("sync.transport")
+TRANSPORT_CLASSES: Registry[Callable[[TransportOptions], Transport]] = Registry(
+    "sync.transport",
+    lazy={
+        **dict.fromkeys(("inline", "shared_memory", "cuda_ipc"), "megarl.sharding.transports.memory"),
+        **dict.fromkeys(("gloo", "nccl"), "megarl.sharding.transports.process_group"),
+    },
+)
 register_transport = TRANSPORT_CLASSES.register
 """Class decorator that adds a transport under a name in the config."""
-
-
-class Buffer(Protocol):
-    """Memory for the messages of a bucket."""
-
-    data: Tensor
-    """Flat bytes."""
-
-    def close(self) -> None:
-        """Free the memory."""
 
 
 class BufferSlice(NamedTuple):
@@ -52,6 +48,12 @@ class BufferSlice(NamedTuple):
         """View of the bytes."""
         data: Tensor = self.buffer.data
         return data[self.start : self.stop]
+
+
+def synchronize(device: torch.device) -> None:
+    """Wait for the work that this process has queued on a GPU; a no-op for the CPU."""
+    if device.type == "cuda":
+        torch.cuda.current_stream(device).synchronize()
 
 
 class Rendezvous(NamedTuple):
@@ -79,8 +81,7 @@ class TransportOptions(NamedTuple):
     """Options of every transport.
 
     Attributes:
-        receive_bytes: maximum bytes of a bucket that this process receives over the transport.
-        rendezvous: membership of the process group, for transports with one.
+        receive_bytes: maximum bytes of a bucket that this process receives.
         timeout_s: seconds without an answer until a peer counts as lost.
     """
 
@@ -91,13 +92,15 @@ class TransportOptions(NamedTuple):
 
 
 class Transport(Protocol):
-    """One process's end of a transport; used by one thread.
+    """One process's end of a transport, used by one thread; the base of all, whose steps do nothing by default.
 
     Attributes:
         memory: kind of buffer that a sender packs into.
+        peak_bytes: peak bytes of this end itself, without the sender's buffers.
     """
 
-    memory: MemoryKind
+    memory: MemoryKind = "host"
+    peak_bytes: int = 0
 
     def open(self, session: int) -> None:
         """Prepare for a sync; wait for the other processes of a new ``session``.
@@ -135,22 +138,14 @@ class Transport(Protocol):
     def end(self, completed: bool) -> None:
         """End a sync and free memory that the next one does not reuse; after a failure drop everything in flight."""
 
-    @property
-    def peak_bytes(self) -> int:
-        """Peak bytes of this end itself, without the sender's buffers."""
-
 
 def create_transport(name: str, options: TransportOptions) -> Transport:
-    """Create a transport for this process.
-
-    Raises:
-        ConfigError: the name is unknown; lists the known names.
-    """
+    """Create a transport for this process; ConfigError for an unknown name."""
     return TRANSPORT_CLASSES[name](options)
 
 
 class StoreAddress(NamedTuple):
-    """Address of the TCP store where both sides of a process group meet.
+    """Address of the TCP store where a process group's sides meet.
 
     Attributes:
         timeout_s: seconds without an answer until a peer counts as lost.
@@ -162,7 +157,7 @@ class StoreAddress(NamedTuple):
 
 
 class PeerTransports:
-    """The transports of one process, and the transport to each of its peers."""
+    """A process's transports, and the one to each peer."""
 
     def __init__(self, names: Mapping[int, str], options: TransportOptions) -> None:
         self.names = dict(names)
@@ -177,7 +172,7 @@ class PeerTransports:
         """Create the transports of a training rank that sends to rollout ranks ``peers``."""
         names = {peer: routes.between(rank, peer) for peer in sorted(peers)}
         members = [peer + len(routes.train) for peer, name in names.items() if name in PROCESS_GROUP_TRANSPORTS]
-        return cls(names, _options(device, 0, _rendezvous(routes, rank, members, address), address))
+        return cls(names, _options(routes, rank, members, device, address))
 
     @classmethod
     def for_receiver(
@@ -189,14 +184,10 @@ class PeerTransports:
         address: StoreAddress | None,
         receive_bytes: int,
     ) -> PeerTransports:
-        """Create the transports of a rollout rank that receives from training ranks ``peers``.
-
-        ``receive_bytes`` is the maximum size of a bucket.
-        """
+        """Create the transports of a rollout rank that receives buckets of at most ``receive_bytes`` bytes."""
         names = {peer: routes.between(peer, rank) for peer in sorted(peers)}
         members = [peer for peer, name in names.items() if name in PROCESS_GROUP_TRANSPORTS]
-        rendezvous = _rendezvous(routes, rank + len(routes.train), members, address)
-        return cls(names, _options(device, receive_bytes, rendezvous, address))
+        return cls(names, _options(routes, rank + len(routes.train), members, device, address, receive_bytes))
 
     def to(self, peer: int) -> Transport:
         """Return the transport to a peer."""
@@ -219,18 +210,19 @@ class PeerTransports:
 
 
 def _options(
-    device: torch.device, receive_bytes: int, rendezvous: Rendezvous | None, address: StoreAddress | None
+    routes: Routes,
+    process: int,
+    peers: Sequence[int],
+    device: torch.device,
+    address: StoreAddress | None,
+    receive_bytes: int = 0,
 ) -> TransportOptions:
+    """Return the options of a process, by its number in the process group."""
     if address is None:
-        return TransportOptions(device, receive_bytes, rendezvous)
-    return TransportOptions(device, receive_bytes, rendezvous, address.timeout_s)
-
-
-def _rendezvous(routes: Routes, rank: int, peers: list[int], address: StoreAddress | None) -> Rendezvous | None:
-    if address is None:
-        return None
+        return TransportOptions(device, receive_bytes)
     size = len(routes.train) + len(routes.rollout)
-    return Rendezvous(rank, len(routes.train), size, tuple(peers), address.host, address.port)
+    group = Rendezvous(process, len(routes.train), size, tuple(peers), address.host, address.port)
+    return TransportOptions(device, receive_bytes, group, address.timeout_s)
 
 
 class SharedHostBuffer:
@@ -298,28 +290,27 @@ class DeviceBuffer:
         self.data = torch.empty(0, dtype=torch.uint8)
 
 
+Buffer: TypeAlias = SharedHostBuffer | DeviceBuffer
+"""Memory for the messages of a bucket."""
+
+
 class BufferPool:
-    """Buffers of one size, allocated on first use and then reused.
+    """At most :data:`BUFFERS` buffers of one size, allocated on first use and then reused.
 
     Allocating shared memory costs more than filling it, since the kernel clears every page.
     """
 
-    def __init__(self, allocate: Callable[[int], Buffer], size: int, count: int = BUFFERS) -> None:
-        self.size = size
-        self._allocate, self._count = allocate, count
+    def __init__(self, allocate: Callable[[int], Buffer], size: int) -> None:
+        self.size, self._allocate = size, allocate
         self._idle: list[Buffer] = []
         self._lent: list[Buffer] = []
         self.peak_bytes = 0
 
     def take(self) -> Buffer:
-        """Return an unused buffer.
-
-        Raises:
-            WeightSyncError: all buffers are in use, or memory is exhausted.
-        """
+        """Return an unused buffer; WeightSyncError if all are in use, or memory is exhausted."""
         if not self._idle:
-            if len(self._lent) == self._count:
-                raise WeightSyncError(f"all {self._count} weight buffers are in use", code="sync.buffers-in-use")
+            if len(self._lent) == BUFFERS:
+                raise WeightSyncError(f"all {BUFFERS} weight buffers are in use", code="sync.buffers-in-use")
             self._idle.append(self._allocate(self.size))
         buffer = self._idle.pop()
         self._lent.append(buffer)

@@ -24,6 +24,7 @@ from megarl.sharding.transports.interface import (
     BufferSlice,
     MemoryKind,
     Rendezvous,
+    Transport,
     TransportOptions,
     register_transport,
 )
@@ -43,13 +44,11 @@ class ProcessGroupHandle(NamedTuple):
     nbytes: int
 
 
-class PointToPointTransport(abc.ABC):
+class PointToPointTransport(Transport):
     """Base of both transports: sends from the packed buffer and receives into its own buffer.
 
     A group is unusable after a failed message; the next session joins a new one.
     """
-
-    memory: MemoryKind
 
     def __init__(self, options: TransportOptions) -> None:
         if options.rendezvous is None:
@@ -75,7 +74,6 @@ class PointToPointTransport(abc.ABC):
         """Return the process group with a peer, and the peer's rank in it."""
 
     def open(self, session: int) -> None:
-        """See :meth:`Transport.open`."""
         if session == self._session and self._group is not None:
             return
         self._leave()
@@ -100,7 +98,6 @@ class PointToPointTransport(abc.ABC):
         self._session = session
 
     def send(self, buffer_slice: BufferSlice, dst_rank: int, tag: int) -> ProcessGroupHandle:
-        """See :meth:`Transport.send`."""
         message = ProcessGroupHandle(self._rendezvous.rank, dst_rank, tag, buffer_slice.stop - buffer_slice.start)
         data = buffer_slice.data
         self._sends[message] = self._call("send to", dst_rank + self._rendezvous.train_ranks, data, tag), data
@@ -123,10 +120,6 @@ class PointToPointTransport(abc.ABC):
         for rank, part, work in pending:
             self._wait(work, f"receive from training rank {rank}")
             yield rank, part
-
-    def settle(self) -> None:
-        """Do nothing: the data is in this process's buffer and written in order."""
-        return
 
     def end(self, completed: bool) -> None:
         """See :meth:`Transport.end`; between syncs the group stays open and the buffer is freed."""
@@ -176,14 +169,10 @@ class PointToPointTransport(abc.ABC):
 
     def _receive_buffer(self, nbytes: int) -> Tensor:
         if self._buffer is None or len(self._buffer) < nbytes:
-            self._buffer = torch.empty(
-                max(nbytes, self._receive_bytes), dtype=torch.uint8, device=self._buffer_device()
-            )
+            device = self._device if self.memory == "device" else "cpu"
+            self._buffer = torch.empty(max(nbytes, self._receive_bytes), dtype=torch.uint8, device=device)
             self.peak_bytes = max(self.peak_bytes, len(self._buffer))
         return self._buffer
-
-    def _buffer_device(self) -> torch.device:
-        return self._device if self.memory == "device" else torch.device("cpu")
 
     def _leave(self) -> None:
         self._sends.clear()
@@ -197,8 +186,6 @@ class GlooTransport(PointToPointTransport):
     Both sides process their peers in ascending order. Therefore the first remaining pair, by training rank and then
     rollout rank, is next at both of its ends, and no deadlock is possible.
     """
-
-    memory: MemoryKind = "host"
 
     def _join(self, store: PrefixStore) -> dict[int, ProcessGroupGloo]:
         return {peer: self._pair(store, peer) for peer in self._rendezvous.peers}
@@ -246,9 +233,8 @@ class NcclTransport(PointToPointTransport):
     def _greet(self) -> None:
         """Exchange one byte with each peer, because the first message of a pair creates its communicator and blocks.
 
-        A bucket is sent before its receiver is called, so the communicators must exist before. Both sides process their
-        peers in ascending order. Therefore the first remaining pair, by training rank and then rollout rank, is next at
-        both of its ends, and no deadlock is possible.
+        A bucket is sent before its receiver is called, so the communicators must exist before. The order excludes a
+        deadlock as in :class:`GlooTransport`.
         """
         sends = self._rendezvous.rank < self._rendezvous.train_ranks
         for peer in sorted(self._rendezvous.peers):

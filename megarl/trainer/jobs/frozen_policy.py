@@ -14,10 +14,10 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.base.checkpoint_files import HF_FOLDER, POINTER
 from megarl.base.errors import CheckpointError, MegarlError
-from megarl.cluster import PlacedPool, wait_ready
-from megarl.cluster.agent_runners import AgentRunners
-from megarl.cluster.replica_processes import replica_processes
+from megarl.cluster.agent_runners import AgentRunners, replica_processes
+from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import RolloutGroup
+from megarl.cluster.worker_group import wait_ready
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig
 from megarl.convert.conversion import ConversionOptions, convert

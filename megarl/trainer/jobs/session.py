@@ -12,8 +12,8 @@ from megarl.base.files import PRIVATE_UMASK
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
 from megarl.base.provenance import command_with
 from megarl.base.run_clock import run_started
-from megarl.cluster import PlacedPool, RaySession
-from megarl.cluster.session import local_store_bytes
+from megarl.cluster.resources import PlacedPool
+from megarl.cluster.session import RaySession, local_store_bytes
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig, own_pools
 from megarl.config.stored import stored_config

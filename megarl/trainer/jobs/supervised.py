@@ -12,8 +12,9 @@ from typing import Any, ClassVar, cast
 from transformers import PreTrainedTokenizerBase
 
 from megarl.base.reductions import Metrics
-from megarl.cluster import PlacedPool, wait_ready
+from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import MegatronGroup
+from megarl.cluster.worker_group import wait_ready
 from megarl.config.batch import PhasePlan, plan_batches, render_plan
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.data import PairDataset, SFTDataset, StatefulLoader

@@ -11,7 +11,7 @@ from typing import Any
 
 from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Metrics, combine_metrics
-from megarl.cluster import wait_all
+from megarl.cluster.calls import wait_all
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, stratified_minibatch_order, token_counts
 from megarl.data.order import permutation

@@ -15,8 +15,9 @@ from transformers import PreTrainedTokenizerBase
 
 from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Metrics
-from megarl.cluster import WorkerGroup, seqlen_metrics
+from megarl.cluster.partition import seqlen_metrics
 from megarl.cluster.role_groups import ActorGroup, MegatronGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.schema.async_training import DISAGGREGATED
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import token_counts

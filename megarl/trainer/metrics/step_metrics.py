@@ -10,7 +10,7 @@ import torch
 
 from megarl.algorithms import Moments, RatioMoments
 from megarl.base.reductions import Largest, Metrics, Smallest
-from megarl.cluster import WorkerGroup
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.data.row_map import RowMap, map_in_process
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists

@@ -11,8 +11,9 @@ import numpy as np
 from megarl.base.disjoint_groups import disjoint_groups
 from megarl.base.errors import DataError
 from megarl.base.reductions import Metrics, Total
-from megarl.cluster import PlacedPool, WorkerGroup
 from megarl.cluster.calls import PendingCall, completed_call
+from megarl.cluster.resources import PlacedPool
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.data import DataProto
 from megarl.models import ParallelLayout
 

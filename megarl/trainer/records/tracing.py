@@ -9,8 +9,8 @@ from types import MappingProxyType, TracebackType
 from typing import Any, Self
 
 from megarl.base.errors import ConfigError
-from megarl.cluster import PlacedPool
 from megarl.cluster.processes import Member, Recorded, RunProcesses
+from megarl.cluster.resources import PlacedPool
 from megarl.config.checks.run import needs_cuda
 from megarl.config.schema.jobs import TrainConfig
 from megarl.config.schema.run import ProfilerConfig, RoleProfilerConfig, RunConfig, TimelineConfig, ToolConfig

@@ -9,10 +9,10 @@ from typing import Literal
 
 from megarl.base.errors import ConfigError, ResourceError
 from megarl.base.formatting import count_noun
-from megarl.cluster import PlacedPool, RaySession, ResourcePool, check_resources
 from megarl.cluster.availability import NO_GPU_REMEDY, check_cluster_answers, local_node
 from megarl.cluster.ray_internals import dashboard_error
-from megarl.cluster.resources import cluster_nodes
+from megarl.cluster.resources import PlacedPool, ResourcePool, check_resources, cluster_nodes
+from megarl.cluster.session import RaySession
 from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.run import RunConfig
 

@@ -12,7 +12,7 @@ from typing import Any, TypeVar
 
 from megarl.algorithms import Truncation
 from megarl.base.formatting import DTYPE_BYTES
-from megarl.cluster import PerRank, wait_all, wait_ready
+from megarl.cluster.calls import PerRank, wait_all
 from megarl.cluster.role_groups import (
     ActorGroup,
     CriticGroup,
@@ -22,6 +22,7 @@ from megarl.cluster.role_groups import (
     TeacherGroup,
 )
 from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
+from megarl.cluster.worker_group import wait_ready
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, teacher_phase
 from megarl.config.correction_bounds import weight_bounds
@@ -35,7 +36,8 @@ from megarl.samples.elastic_replicas import REPLICAS_FILE, ElasticReplicas
 from megarl.samples.hybrid_replicas import HybridReplicas
 from megarl.samples.replicas import ColocatedReplicas, DisaggregatedReplicas, Replicas
 from megarl.samples.rollout_group import build_engines, rollout_group
-from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans, sender_plans
+from megarl.sharding.placement import RolloutLayout, Routes
+from megarl.sharding.plan import build_plan, replica_plans, sender_plans
 from megarl.trainer.roles.devices import JobPools
 from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.roles.worker_groups import (

@@ -4,8 +4,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable
 
-from megarl.cluster import PlacedPool, wait_all, wait_ready
+from megarl.cluster.calls import wait_all
+from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import MegatronGroup, RewardModelGroup
+from megarl.cluster.worker_group import wait_ready
 from megarl.config.batch import MicroBatches, PhasePlan, reward_micro_batches
 from megarl.config.schema.jobs import EvaluateConfig, TrainConfig
 from megarl.models import read_model_config

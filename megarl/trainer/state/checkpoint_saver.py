@@ -20,7 +20,8 @@ from megarl.base.errors import CheckpointError, MegarlError
 from megarl.base.files import FileEntry
 from megarl.base.formatting import duration
 from megarl.base.reductions import Metrics
-from megarl.cluster import PendingCall, WorkerGroup, wait_all
+from megarl.cluster.calls import PendingCall, wait_all
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.schema.model import HF_MODEL, CheckpointConfig
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source

@@ -13,7 +13,8 @@ from typing import Any
 from megarl.algorithms import KLController
 from megarl.base.errors import CheckpointError, ConfigError, StepImpossible
 from megarl.base.provenance import command_with
-from megarl.cluster import WorkerGroup, wait_all
+from megarl.cluster.calls import wait_all
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.compose import to_yaml
 from megarl.config.schema.jobs import SupervisedConfig, TrainConfig
 from megarl.config.schema.model import CheckpointConfig

@@ -5,8 +5,8 @@ import torch
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
 from megarl.ops.acceptance import sync
 from megarl.ops.acceptance.models import SHAPES
-from megarl.sharding import RolloutLayout, Routes, build_plan
-from megarl.sharding.placement import ProcessLocation
+from megarl.sharding.placement import ProcessLocation, RolloutLayout, Routes
+from megarl.sharding.plan import build_plan
 
 
 def test_weights_for_cuda_ipc_are_packed_on_the_trainers_device(monkeypatch):

@@ -4,7 +4,7 @@ import sys
 
 import ray
 
-from megarl.cluster import RaySession
+from megarl.cluster.session import RaySession
 
 with RaySession(num_cpus=1):
     print("up", flush=True)

@@ -13,7 +13,10 @@ from pathlib import Path
 import ray
 
 from megarl.base.errors import StallError, WorkerError
-from megarl.cluster import RaySession, ResourcePool, WorkerGroup, processes
+from megarl.cluster import processes
+from megarl.cluster.resources import ResourcePool
+from megarl.cluster.session import RaySession
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.schema.run import WatchdogConfig
 from megarl.models import ParallelLayout
 from megarl.tracing import PHASE, TracingOptions, span, watch_process

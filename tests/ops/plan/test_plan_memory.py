@@ -5,7 +5,7 @@ from planned_jobs import OFFLOAD, megatron, train_job
 
 from megarl.ops.plan import plan_memory
 from megarl.ops.plan.states import StateCounter
-from megarl.rollout.sglang.memory import default_fraction
+from megarl.rollout.settings import default_fraction
 
 GIB = 2**30
 TP8PP4 = megatron(8, 4, recompute_granularity="full")

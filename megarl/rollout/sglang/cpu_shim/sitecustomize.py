@@ -56,7 +56,7 @@ def _keep_experts_in_plain_memory(module: Any) -> None:
 
 
 def _fork_processes(module: Any) -> None:
-    importlib.import_module("megarl.rollout.sglang.forks").fork_processes(module)
+    module.mp = importlib.import_module("megarl.rollout.sglang.forks").ForkingMultiprocessing("multiprocessing")
 
 
 def _note_absence(module: Any) -> None:
