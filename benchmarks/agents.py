@@ -58,7 +58,7 @@ from megarl.cluster.fork_server import fork_server  # noqa: E402
 from megarl.cluster.replica_processes import ReplicaProcess, replica_processes  # noqa: E402
 from megarl.config import GenerateConfig  # noqa: E402
 from megarl.config.build import build  # noqa: E402
-from megarl.data.tokenizer_folder import load_tokenizer  # noqa: E402
+from megarl.data.tokenizers import load_tokenizer  # noqa: E402
 from megarl.models import ParallelLayout  # noqa: E402
 from megarl.rollout import Completion, Request, SamplingParams  # noqa: E402
 from megarl.rollout.serving import EngineServer  # noqa: E402

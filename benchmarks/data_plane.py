@@ -35,7 +35,7 @@ from megarl.cluster.fork_server import fork_server
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto, token_counts
 from megarl.data.column_store import ragged_columns
-from megarl.data.remote import Chunk
+from megarl.data.ragged import Chunk
 from megarl.models import ParallelLayout
 from megarl.rewards import RewardManager, in_driver
 from megarl.rewards.outcome import Outcome

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megarl.agents.types import AgentError, Message
-from megarl.data.control_tokens import MARK, control_tokens
+from megarl.data.tokenizers import MARK, control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -19,7 +19,7 @@ from megarl.agents.types import AgentError, Conversation, Generate, SessionProvi
 from megarl.base.registry import Registry
 from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
-from megarl.data.text_bounds import fewest_tokens
+from megarl.data.tokenizers import fewest_tokens
 from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 
 if TYPE_CHECKING:

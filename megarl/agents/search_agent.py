@@ -17,8 +17,7 @@ from megarl.agents.loop import AgentLoop, Transcript, encode_messages, register_
 from megarl.agents.retrieval_client import SEARCH_URL, Hit, RetrievalClient, RetrievalOptions
 from megarl.agents.types import Conversation, Generate, Trajectory, TrajectoryEnd
 from megarl.base.errors import ConfigError
-from megarl.data.control_tokens import control_tokens
-from megarl.data.text_bounds import longest_token
+from megarl.data.tokenizers import control_tokens, longest_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

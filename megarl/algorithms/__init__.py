@@ -3,11 +3,11 @@
 Registries map the names in a config to algorithms. This package imports no processes, models or config objects.
 """
 
-from megarl.algorithms import group_advantages, stale_data_loss
 from megarl.algorithms.advantages import (
     ADVANTAGES,
     AdvantageEstimator,
     AdvantageInputs,
+    Turns,
     gae,
     generalized_advantages,
     load_advantage,
@@ -15,8 +15,7 @@ from megarl.algorithms.advantages import (
     reinforce_plus_plus,
     remax,
 )
-from megarl.algorithms.aggregation import AGGREGATIONS, LossCounts, loss_counts, token_weights
-from megarl.algorithms.covariance_loss import covariances, token_keys
+from megarl.algorithms.group_advantages import TurnCounts, anchor_groups, observations, turn_numbers
 from megarl.algorithms.kl import (
     KL_CONTROLLERS,
     KL_ESTIMATORS,
@@ -26,7 +25,10 @@ from megarl.algorithms.kl import (
     make_kl_controller,
 )
 from megarl.algorithms.masked import (
+    Moments,
+    PairMoments,
     expand_to_tokens,
+    explained_variance,
     have_tokens,
     masked_mean,
     masked_sum,
@@ -35,29 +37,33 @@ from megarl.algorithms.masked import (
     sequence_counts,
     sequence_sums,
 )
-from megarl.algorithms.moments import Moments, PairMoments, explained_variance
 from megarl.algorithms.policy_loss import (
+    AGGREGATIONS,
     POLICY_LOSSES,
     ChoiceFunction,
+    LossCounts,
     PolicyLoss,
     PolicyLossInputs,
     PolicyLossOptions,
     TokenLoss,
     WholeMiniBatch,
     clipped_policy_loss,
+    clipped_value_loss,
     entropy_loss,
     load_policy_loss,
+    loss_counts,
     register_policy_loss,
+    token_weights,
 )
 from megarl.algorithms.preference_loss import (
     PREFERENCE_LOSSES,
     LabelledInputs,
     PreferenceInputs,
     PreferenceLossOptions,
+    bradley_terry_loss,
     kto,
     kto_kl,
 )
-from megarl.algorithms.proximal import loglinear_log_probs, proximal_fractions, proximal_weights
 from megarl.algorithms.reward_shaping import (
     add_at_last,
     blend_quality,
@@ -76,6 +82,9 @@ from megarl.algorithms.rollout_correction import (
     WeightMoments,
     importance_weights,
     log_ratios,
+    loglinear_log_probs,
+    proximal_fractions,
+    proximal_weights,
     rejected_tokens,
 )
 from megarl.algorithms.schedules import (
@@ -86,8 +95,7 @@ from megarl.algorithms.schedules import (
     load_schedule,
     warmup_steps,
 )
-from megarl.algorithms.turns import TurnCounts, Turns, anchor_groups, observations, turn_numbers
-from megarl.algorithms.value_loss import bradley_terry_loss, clipped_value_loss
+from megarl.algorithms.trust_region_loss import covariances, token_keys
 
 __all__ = [
     "ADVANTAGES",
@@ -136,7 +144,6 @@ __all__ = [
     "explained_variance",
     "gae",
     "generalized_advantages",
-    "group_advantages",
     "have_tokens",
     "importance_weights",
     "kl_penalty",
@@ -167,7 +174,6 @@ __all__ = [
     "sequence_counts",
     "sequence_quality",
     "sequence_sums",
-    "stale_data_loss",
     "token_keys",
     "token_weights",
     "turn_numbers",

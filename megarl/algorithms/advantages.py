@@ -24,10 +24,24 @@ from megarl.algorithms.masked import (
     select_tokens,
     sequence_counts,
 )
-from megarl.algorithms.turns import Turns
 from megarl.base.algorithm_names import ADV_ESTIMATORS
 from megarl.base.registry import Registry
 from megarl.base.user_code import load_user_function
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Turns of a batch of responses.
+
+    Attributes:
+        numbers: turn of each response token, from 0, ``[b, R]`` or packed ``[n]`` int64; see
+            :func:`megarl.algorithms.group_advantages.turn_numbers`.
+        anchors: ``[b, T]`` int64, equal for turns of one prompt that begin in the same state; -1 for rows with fewer
+            turns.
+    """
+
+    numbers: Tensor
+    anchors: Tensor
 
 
 @dataclass(frozen=True)

@@ -1,4 +1,5 @@
-"""Losses of preference optimization: DPO, IPO, SLiC (hinge) and SimPO on pairs of responses, KTO on single responses.
+"""Losses of preference optimization: DPO, IPO, SLiC (hinge) and SimPO on pairs of responses, KTO on single responses,
+and Bradley-Terry for reward models.
 
 In the formulas ``c`` is the chosen response of a pair, ``r`` the rejected one, ``log p(y)`` the log-prob of a response
 summed over its tokens, ``q`` the reference, and ``|y|`` the number of tokens.
@@ -160,6 +161,32 @@ def kto(inputs: LabelledInputs) -> TokenLoss:
         "reward": inputs.beta * inputs.log_ratios.detach(),
     }
     return TokenLoss(weights * (1 - values), diagnostics)
+
+
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, margins: Tensor | None = None, center_coefficient: float = 0.0
+) -> TokenLoss:
+    """Compute the Bradley-Terry loss: negative log-likelihood that the chosen response wins, per pair.
+
+    ``-log sigmoid(r_c - r_r - m) + c * (r_c + r_r)^2``: Ouyang et al. 2022 (arXiv:2203.02155), equation 1; the margin
+    ``m`` is that of Touvron et al. 2023 (arXiv:2307.09288), equation 2; the second term, which keeps rewards around
+    zero, is that of Eisenstein et al. 2023 (arXiv:2312.09244).
+
+    Args:
+        chosen: rewards of the better responses, ``r_c``, ``[pairs]``.
+        rejected: rewards of the worse responses, ``r_r``.
+        margins: required differences, ``m``; None = 0.
+        center_coefficient: ``c``.
+
+    Returns:
+        The loss, with diagnostics ``accuracy`` (1 if the chosen response has the larger reward), ``margin``
+        (``r_c - r_r``), ``chosen_reward`` and ``rejected_reward``.
+    """
+    difference = chosen - rejected
+    loss = -F.logsigmoid(difference if margins is None else difference - margins)
+    if center_coefficient:
+        loss = loss + center_coefficient * (chosen + rejected) ** 2
+    return _with_rewards(loss, chosen, rejected)
 
 
 def _count(tokens: Tensor) -> Tensor:

@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.algorithms.masked import (
+    Moments,
     expand_to_tokens,
     flat_tokens,
     kept_before,
@@ -17,7 +18,6 @@ from megarl.algorithms.masked import (
     sequence_means,
     sequence_starts,
 )
-from megarl.algorithms.moments import Moments
 
 
 def sequence_quality(ref_log_prob: Tensor, mask: Tensor, lengths: Tensor | None = None) -> Tensor:

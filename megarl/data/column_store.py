@@ -5,7 +5,7 @@ columns are stored as they are. Stored columns do not change, and batches share 
 payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the bytes without a copy. It
 describes itself; the receiver needs no declarations.
 
-The values of a ragged column may be remote (:mod:`megarl.data.remote`). Each read of a remote column fetches them.
+The values of a ragged column may be remote (:mod:`megarl.data.ragged`). Each read of a remote column fetches them.
 Selections and concatenations do not.
 """
 
@@ -21,11 +21,12 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.base.errors import DataError
-from megarl.data.columns import COLUMNS, Column, Widths, column_widths
+from megarl.data.columns import COLUMNS, Column, Spans, Widths, column_widths, spans_of_mask
 from megarl.data.ragged import (
     JoinedPlaces,
     RaggedColumn,
     Rows,
+    RowSelection,
     TerminalValues,
     dtype_name,
     join_ragged,
@@ -35,8 +36,6 @@ from megarl.data.ragged import (
     without_padding,
     writeable,
 )
-from megarl.data.remote import RowSelection
-from megarl.data.sequences import Spans, spans_of_mask
 
 
 class DenseColumn(NamedTuple):

@@ -10,11 +10,10 @@ import numpy as np
 import torch
 
 from megarl.base.errors import DataError
-from megarl.data.columns import COLUMNS
+from megarl.data.columns import COLUMNS, attention_mask_of, pad_left
 from megarl.data.lengths import PromptLengths, measure_lengths
 from megarl.data.protocol import DataProto
 from megarl.data.rows.reader import Rows
-from megarl.data.sequences import attention_mask_of, pad_left
 from megarl.data.tokenization import (
     SYSTEM_COLUMN,
     TOOLS_COLUMN,

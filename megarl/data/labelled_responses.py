@@ -9,9 +9,9 @@ import numpy as np
 import torch
 
 from megarl.base.errors import DataError
+from megarl.data.columns import attention_mask_of, pad_left, pad_right
 from megarl.data.dataset import Sample, pad_id
 from megarl.data.protocol import DataProto
-from megarl.data.sequences import attention_mask_of, pad_left, pad_right
 from megarl.data.supervised_datasets import PAIR_COLUMNS, PairDataset
 from megarl.data.tokenization import truncate
 

@@ -18,7 +18,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megarl.data.rows import Rows
 from megarl.data.rows.cache import digest
-from megarl.data.tokenization import PromptEncoder, PromptReader, ResponseEncoder
+from megarl.data.tokenization import ConversationEncoder, PromptEncoder, PromptReader, ResponseEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -79,6 +79,24 @@ class PairLengths:
         responses = self.responses.encode(rows.slice([self.responses.key], start, stop), locations)
         prompts = self.prompts(rows, start, stop)
         return [(prompt, len(response.ids)) for (prompt,), response in zip(prompts, responses, strict=True)]
+
+
+class ConversationLengths:
+    """Measures conversations in tokens: before the first assistant message, and from it on."""
+
+    def __init__(self, encoder: ConversationEncoder) -> None:
+        self.encoder = encoder
+
+    @property
+    def identity(self) -> str:
+        """Fingerprint of everything except the rows that determines the counts."""
+        return self.encoder.identity
+
+    def __call__(self, rows: Rows, start: int, stop: int) -> Sequence[tuple[int, int]]:
+        """Count the tokens of each conversation."""
+        values = rows.slice(self.encoder.reader.columns, start, stop)
+        encoded = [self.encoder.encode(row, rows.location(start + i)) for i, row in enumerate(values)]
+        return [(len(conversation.prompt), len(conversation.response.ids)) for conversation in encoded]
 
 
 def measure_lengths(rows: Rows, measure: LengthMeasure, workers: int | None = None) -> np.ndarray:

@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.data.balance import balanced_partition
-from megarl.data.packing import fewest_micro_batches
+from megarl.data.balance import balanced_partition, fewest_micro_batches
 from megarl.data.protocol import sequence_lengths
 
 if TYPE_CHECKING:

@@ -11,20 +11,20 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from megarl.base.errors import DataError
-from megarl.data.conversations import ConversationEncoder, ConversationLengths
+from megarl.data.columns import attention_mask_of, pad_left, pad_right
 from megarl.data.dataset import RowDataset, Sample, pad_id, require_eos
-from megarl.data.lengths import PairLengths, measure_lengths
+from megarl.data.lengths import ConversationLengths, PairLengths, measure_lengths
 from megarl.data.protocol import DataProto
 from megarl.data.rows.reader import Rows
-from megarl.data.sequences import attention_mask_of, pad_left, pad_right
-from megarl.data.text_bounds import cut_middle, measured_tokens
 from megarl.data.tokenization import (
+    ConversationEncoder,
     PromptEncoder,
     PromptReader,
     ResponseEncoder,
     check_truncation,
     truncate,
 )
+from megarl.data.tokenizers import cut_middle, measured_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

@@ -18,9 +18,8 @@ from megarl.cluster.role_groups import RewardModelGroup
 from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
-from megarl.data.control_tokens import control_tokens
 from megarl.data.tokenization import Prompt, PromptEncoder
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import control_tokens, load_tokenizer
 from megarl.rewards.manager import Failures, NullReward, Scored, with_scores
 from megarl.rewards.outcome import EXTRA
 from megarl.samples.reward_functions import function_manager

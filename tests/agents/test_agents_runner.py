@@ -14,7 +14,7 @@ from support.task_configs import arithmetic, train_config  # noqa: F401
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import ConversationGroup, PlannedSample
 from megarl.base.errors import RewardError
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.rollout import EngineOptions, SamplingParams, create_engine
 
 LOOPS = Path(__file__).with_name("unruly_loops.py")

@@ -23,7 +23,7 @@ from megarl.base.errors import ConfigError
 from megarl.cluster import RaySession, ResourcePool, WorkerGroup, agent_runners
 from megarl.cluster.agent_runners import AgentRunners, RunnersLost
 from megarl.cluster.replica_processes import replica_processes
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ParallelLayout
 from megarl.rollout.interface import Completion, SamplingParams
 

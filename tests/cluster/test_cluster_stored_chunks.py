@@ -14,7 +14,7 @@ from megarl.cluster import RaySession, ResourcePool, WorkerFailed, WorkerGroup, 
 from megarl.cluster.stored_chunks import RunValues, StoredChunk
 from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
-from megarl.data.remote import RemoteValues, RowPlaces
+from megarl.data.ragged import RemoteValues, RowPlaces
 from megarl.models import ParallelLayout
 from tests.cluster import plain_workers
 

@@ -16,7 +16,7 @@ from megarl.agents.endpoint.chat_format import ChatFormat
 from megarl.agents.endpoint.request import ApiError, ChatRequest, parse_request
 from megarl.agents.frames import turn_frame
 from megarl.agents.tools import PARSERS
-from megarl.data.control_tokens import MARK, ControlTokens, control_tokens
+from megarl.data.tokenizers import MARK, ControlTokens, control_tokens
 
 TEMPLATE = (
     "{% if tools %}<|start|>system\n{% for t in tools %}{{ t | tojson }}\n"

@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.data import COLUMNS, DataProto
 from megarl.data.column_store import ragged_columns
-from megarl.data.ragged import RowValues
-from megarl.data.remote import ChunkReference, RemoteValues
+from megarl.data.ragged import ChunkReference, RemoteValues, RowValues
 from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate, write_values
 
 LENGTHS = [3, 0, 5, 1, 2, 4]

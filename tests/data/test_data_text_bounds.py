@@ -4,8 +4,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.data.text_bounds import cut_middle, fewest_tokens, longest_token, measured_tokens
 from megarl.data.tokenization import truncate
+from megarl.data.tokenizers import cut_middle, fewest_tokens, longest_token, measured_tokens
 from tests.data.test_data_tokenization import CORPUS, TOKENIZERS
 
 WORDS = sorted({word for text in CORPUS for word in text.split()})

@@ -9,7 +9,7 @@ import pytest
 
 from megarl.base.errors import DataError, ModelError
 from megarl.data.tokenization import Prompt, PromptEncoder
-from megarl.data.tokenizer_folder import end_token_of, load_tokenizer, open_tokenizer
+from megarl.data.tokenizers import end_token_of, load_tokenizer, open_tokenizer
 
 VALUES: tuple[Any, ...] = (None, True, 0, -1, 10**30, 1.5, "", "text", [], [[1]], {}, {"a": {"b": []}})
 FILES = ("tokenizer.json", "tokenizer_config.json")

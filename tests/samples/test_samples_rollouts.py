@@ -14,7 +14,7 @@ from support.expected_errors import raises
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
 from megarl.base.seeds import derive_seed
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.outcome import OUTCOME
 from megarl.samples.reward_functions import function_manager, runner_scorers

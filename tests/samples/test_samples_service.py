@@ -22,7 +22,7 @@ from megarl.base.errors import StepImpossible, WeightSyncError
 from megarl.base.signals import sleep, wait_slices
 from megarl.config import RolloutConfig
 from megarl.data.loader import PromptQueue
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.rewards import RewardManager, in_driver
 from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.interface import NO_VERSION

@@ -16,8 +16,7 @@ from megarl.agents.types import AgentError, Conversation
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json, parse_json_prefix
 from megarl.base.registry import Registry
-from megarl.data.control_tokens import control_tokens
-from megarl.data.text_bounds import cut_middle
+from megarl.data.tokenizers import control_tokens, cut_middle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

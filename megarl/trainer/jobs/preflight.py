@@ -20,7 +20,7 @@ from megarl.config.problems import InvalidConfigError, Problem
 from megarl.config.schema.algorithm import ScheduledWeightConfig
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import SupervisedConfig
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ModelConfig, ParallelLayout, check_layout, read_model_config
 from megarl.rollout import check_engine_model
 from megarl.rollout.settings import context_tokens, engine_options

@@ -25,7 +25,7 @@ from megarl.base.errors import DataError
 from megarl.base.reductions import Metrics, Total
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
 from megarl.data import DataProto
-from megarl.data.row_map import RowMap, map_in_process, with_tokens
+from megarl.data.remote_columns import RowMap, map_in_process, with_tokens
 from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
 from megarl.workers.advantage_rows import (
     ANCHOR_STATES,
