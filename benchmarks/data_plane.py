@@ -35,6 +35,7 @@ from megarl.cluster.fork_server import fork_server
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto, token_counts
 from megarl.data.column_store import ragged_columns
+from megarl.data.columns import column_widths
 from megarl.data.ragged import Chunk
 from megarl.models import ParallelLayout
 from megarl.rewards import RewardManager, in_driver
@@ -221,7 +222,7 @@ def run_step(batch: DataProto, manager: RewardManager, group: Any, meter: Meter)
     batch = meter.run("advantages", lambda: phase.compute(batch, {}))
     for name in ("update_critic", "update_actor"):
         meter.run(name, lambda name=name: group.call(name, batch))
-    longest = batch.widths[1] or 0
+    longest = column_widths(batch.tensors.shapes)[1] or 0
     meter.run("metrics", lambda: batch_metrics(batch, PROMPT, longest, rows, compare_log_probs=True))
 
 

@@ -243,15 +243,6 @@ def register_advantage(
     return add
 
 
-def load_advantage(spec: str) -> AdvantageEstimator:
-    """Return a registered estimator, or load a user's from ``path.py:function`` or ``package.module.function``.
-
-    Raises:
-        ConfigError: the estimator is unknown, or it cannot be called with :class:`AdvantageInputs`.
-    """
-    return ADVANTAGES.find(spec)
-
-
 def generalized_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:

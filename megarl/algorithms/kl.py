@@ -152,15 +152,6 @@ class AdaptiveKLController(KLController):
         self.value = float(state["value"])
 
 
-def make_kl_controller(kind: str, value: float, target_kl: float, horizon: int) -> KLController:
-    """Create the controller ``kind``, ``fixed`` or ``adaptive``.
-
-    Raises:
-        ConfigError: ``kind`` is unknown.
-    """
-    return KL_CONTROLLERS[kind](value, target_kl, horizon)
-
-
 class TopKDivergence(NamedTuple):
     """Comparison of two distributions on the teacher's most probable tokens; ``[n]`` each.
 

@@ -168,15 +168,6 @@ def register_policy_loss(
     return add
 
 
-def load_policy_loss(spec: str) -> PolicyLoss:
-    """Return a registered loss, or load a user's from ``path.py:function`` or ``package.module.function``.
-
-    Raises:
-        ConfigError: the loss is unknown, or it cannot be called with :class:`PolicyLossInputs`.
-    """
-    return POLICY_LOSSES.find(spec)
-
-
 def _clipped(ratio: Tensor, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
     """Return ``-A r`` and ``-A clip(r, 1 - low, 1 + high)``."""
     low, high = 1 - inputs.options.clip_ratio_low, 1 + inputs.options.clip_ratio_high
@@ -288,11 +279,6 @@ def sapo(inputs: PolicyLossInputs) -> TokenLoss:
     tau = torch.full_like(log_ratio, options.tau_neg).masked_fill(inputs.advantages > 0, options.tau_pos)
     gate = (tau * (log_ratio.exp() - 1)).sigmoid() * 4 / tau
     return TokenLoss(-inputs.advantages * gate, {"ppo_kl": -log_ratio.detach()})
-
-
-def entropy_loss(entropy: Tensor, entropy_coeff: float) -> Tensor:
-    """Compute the entropy bonus as a loss per token: ``-entropy_coeff * H`` (Schulman et al. 2017, eq. 9)."""
-    return -entropy_coeff * entropy
 
 
 class LossCounts(NamedTuple):

@@ -74,17 +74,6 @@ def _load_user_shape(spec: str, key: str) -> Shape:
 SCHEDULES: Registry[Shape] = Registry("schedule", loader=_load_user_shape)
 
 
-def load_schedule(spec: str) -> Shape:
-    """Return a registered shape, or load a user's from ``path.py:function`` or a dotted path.
-
-    A user's function takes the progress alone.
-
-    Raises:
-        ConfigError: the shape is unknown, or a user's shape leaves [0, 1], falls, or is not 1 at the end.
-    """
-    return SCHEDULES.find(spec)
-
-
 def _check_shape(spec: str, function: Callable[[float], Any]) -> None:
     last = 0.0
     for number in range(_CHECKED_POINTS + 1):

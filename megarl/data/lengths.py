@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from rich.console import Console
@@ -28,17 +27,6 @@ ROWS_PER_WORKER = 16_384
 KEPT_ROWS = 4096
 """Lengths of smaller data sets are not cached but measured at each start."""
 _LOG_EVERY_S = 30.0
-
-
-class LengthMeasure(Protocol):
-    """Counts the tokens of rows; must be picklable."""
-
-    @property
-    def identity(self) -> str:
-        """Fingerprint of everything except the rows that determines the counts."""
-
-    def __call__(self, rows: Rows, start: int, stop: int) -> Sequence[Sequence[int]]:
-        """Count the tokens of each row in ``[start, stop)``; raise DataError for a row that cannot be encoded."""
 
 
 class PromptLengths:
@@ -97,6 +85,10 @@ class ConversationLengths:
         values = rows.slice(self.encoder.reader.columns, start, stop)
         encoded = [self.encoder.encode(row, rows.location(start + i)) for i, row in enumerate(values)]
         return [(len(conversation.prompt), len(conversation.response.ids)) for conversation in encoded]
+
+
+LengthMeasure = PromptLengths | PairLengths | ConversationLengths
+"""Counts the tokens of rows; picklable."""
 
 
 def measure_lengths(rows: Rows, measure: LengthMeasure, workers: int | None = None) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -120,34 +120,6 @@ class StatefulLoader:
         self.order.load_state_dict(state.get("order", {}))
 
 
-class Loader(Protocol):
-    """A loader with one epoch per pass and exact resume, such as :class:`StatefulLoader`."""
-
-    epoch: int
-    last_rows: list[int]
-
-    def rows(self, numbers: Sequence[int]) -> DataProto:
-        """Return rows of the data set as a batch."""
-
-    def __len__(self) -> int:
-        """Number of batches per epoch."""
-
-    def __iter__(self) -> Iterator[DataProto]:
-        """Iterate over the remaining batches of the current epoch."""
-
-    def update(self, batch: DataProto) -> None:
-        """Process a finished step's batch."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last batch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at a saved state."""
-
-
 class PromptQueue:
     """Takes any number of rows in the loader's order, over all epochs, and resumes exactly at a saved state.
 
@@ -155,7 +127,7 @@ class PromptQueue:
         loader: loader of the prompts, used by this queue alone.
     """
 
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: StatefulLoader) -> None:
         self.loader = loader
         self._batches: Iterator[DataProto] = iter(())
         self._rest: DataProto | None = None

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -20,7 +20,7 @@ from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
 from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.data.tokenizers import control_tokens, load_tokenizer
-from megarl.rewards.manager import Failures, NullReward, Scored, with_scores
+from megarl.rewards.manager import Failures, NullReward, RewardManager, Scored, with_scores
 from megarl.rewards.outcome import EXTRA
 from megarl.samples.reward_functions import function_manager
 from megarl.workers.row_math import row_sums, summary
@@ -31,25 +31,9 @@ RM_SCORE, FUNCTION_SCORE = "rm_score", "function_score"
 SEQUENCES = ["prompts", "responses", "attention_mask"]
 
 
-class BatchScorer(Protocol):
-    """A reward manager: a context manager that scores batches."""
-
-    def score(self, batch: DataProto, *, check: bool = True) -> Scored[DataProto]:
-        """Score a batch; rows whose reward failed are masked."""
-
-    def check(self, parts: Sequence[Failures]) -> None:
-        """Check the number of failed rows."""
-
-    def __enter__(self) -> Self:
-        """Start the reward processes."""
-
-    def __exit__(self, *_: object) -> None:
-        """End the reward processes."""
-
-
 def reward_manager(
     config: ScoredJobConfig, tokenizer: PreTrainedTokenizerBase, logs: ProcessLogs | None = None
-) -> BatchScorer:
+) -> RewardManager | NullReward:
     """Build the manager of the configured reward functions; a null reward if their weight is 0.
 
     Raises:
@@ -72,13 +56,6 @@ class ModelScores(NamedTuple):
     truncated: int
 
 
-class RewardModel(Protocol):
-    """A reward model as the reward phase uses it."""
-
-    def score(self, batch: DataProto) -> ModelScores:
-        """Score all rows of a batch."""
-
-
 class RewardPhase:
     """Scores batches of samples, in training and in validation.
 
@@ -94,10 +71,10 @@ class RewardPhase:
 
     def __init__(
         self,
-        functions: BatchScorer,
+        functions: RewardManager | NullReward,
         tokenizer: PreTrainedTokenizerBase,
         keys: RewardConfig,
-        model: RewardModel | None = None,
+        model: RewardModelScorer | None = None,
     ) -> None:
         self.functions = functions
         self.tokenizer = tokenizer

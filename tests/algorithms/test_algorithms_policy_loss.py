@@ -16,8 +16,6 @@ from megarl.algorithms import (
     PolicyLossInputs,
     bradley_terry_loss,
     clipped_value_loss,
-    entropy_loss,
-    load_policy_loss,
     loss_counts,
     token_weights,
 )
@@ -221,10 +219,6 @@ def test_huge_ratio_stays_finite():
     assert result.loss[0].item() == 3.0 and result.diagnostics["ppo_kl"].tolist() == [-20.0, 20.0]
 
 
-def test_entropy_bonus_lowers_the_loss():
-    assert entropy_loss(torch.tensor([2.0, 0.5]), 0.01).tolist() == pytest.approx([-0.02, -0.005])
-
-
 def test_packed_tokens_need_lengths():
     inputs = PolicyLossInputs(*(torch.zeros(2) for _ in range(3)), torch.ones(2), options=loss_options())
     with pytest.raises(ValueError, match="lengths"):
@@ -239,12 +233,12 @@ def test_user_loss(tmp_path):
         "def wrong():\n    return 1\n",
         encoding="utf-8",
     )
-    own = load_policy_loss(f"{file}:plain")
+    own = POLICY_LOSSES.find(f"{file}:plain")
     assert own(tokens(*(torch.full((1,), 2.0) for _ in range(3)))).loss.tolist() == [-4.0] and own.choose is None
     with raises("config.user-code-signature", "loss_mode", "1 argument"):
-        load_policy_loss(f"{file}:wrong")
+        POLICY_LOSSES.find(f"{file}:wrong")
     with raises("config.unknown-name", "loss_mode='ppo'", "vanilla"):
-        load_policy_loss("ppo")
+        POLICY_LOSSES.find("ppo")
 
 
 MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
