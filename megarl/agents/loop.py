@@ -171,11 +171,7 @@ class Transcript:
         self.assistant_turns += 1
 
     def observe(self, ids: Sequence[int]) -> bool:
-        """Append a turn of the environment (mask 0) if it leaves room for at least one token of the policy.
-
-        Returns:
-            Whether the turn was appended.
-        """
+        """Append a turn of the environment (mask 0) if it leaves room for a token of the policy; return whether."""
         if len(ids) >= self.room:
             return False
         self.response_ids += ids
@@ -209,11 +205,7 @@ class Transcript:
 
 @register_agent_loop("single_turn_agent")
 class SingleTurnLoop(AgentLoop):
-    """Generates one response per prompt.
-
-    Args:
-        tokenizer: tokenizer for prompts given as messages only; None if all prompts are encoded.
-    """
+    """Generates one response per prompt; without a tokenizer, all prompts must be encoded."""
 
     def __init__(
         self, tokenizer: PreTrainedTokenizerBase | None = None, template_kwargs: Mapping[str, Any] | None = None

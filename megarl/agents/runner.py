@@ -380,8 +380,7 @@ def request_capacity(slots: int) -> int:
 async def lead_conversation(conversation: Conversation, loop: AgentLoop, generate: Generate) -> Trajectory:
     """Lead one conversation to its end.
 
-    Returns:
-        Its trajectory. If it failed, ``error`` is set and the response mask is zero.
+    If it failed, ``error`` of its trajectory is set, and the response mask is zero.
 
     Raises:
         RolloutError, WorkerError, WeightSyncError: no conversation can go on.

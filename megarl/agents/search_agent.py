@@ -56,7 +56,6 @@ class SearchLoop(AgentLoop):
         max_turns: number of turns that the environment answers.
         max_obs_length: maximum number of tokens per observation; a longer one is cut at its right end, and its closing
             tag is kept.
-        template_kwargs: extra arguments of the chat template, for prompts given as messages only.
     """
 
     def __init__(
@@ -81,11 +80,7 @@ class SearchLoop(AgentLoop):
 
     @classmethod
     def create(cls, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
-        """Build the loop with a client of ``multi_turn.search.url``.
-
-        Raises:
-            ConfigError: the address is null.
-        """
+        """Build the loop with a client of ``multi_turn.search.url``."""
         keys = config.actor_rollout_ref.rollout.multi_turn.search
         retrieval = RetrievalOptions(_url(config), keys.topk, keys.timeout_s, keys.retries)
         configured = {

@@ -18,45 +18,35 @@ KLFunction = Callable[[Tensor], Tensor]
 KL_ESTIMATORS: Registry[KLFunction] = Registry("kl_penalty")
 
 
-def _register(*names: str) -> Callable[[KLFunction], KLFunction]:
-    """Register an estimator under ``names``, and with k2's gradient under each name followed by "+"."""
-
-    def add(estimate: KLFunction) -> KLFunction:
-        KL_ESTIMATORS.register(*(f"{name}+" for name in names))(lambda d: _straight_through_k2(d, estimate))
-        return KL_ESTIMATORS.register(*names)(estimate)
-
-    return add
-
-
-def _straight_through_k2(log_ratio: Tensor, estimate: KLFunction) -> Tensor:
-    slope = _k2(log_ratio)
-    return estimate(log_ratio.detach()) + slope - slope.detach()
-
-
-@_register("kl", "k1")
-def _k1(log_ratio: Tensor) -> Tensor:
-    return log_ratio
-
-
-@_register("abs")
-def _absolute(log_ratio: Tensor) -> Tensor:
-    return log_ratio.abs()
-
-
-@_register("mse", "k2")
-def _k2(log_ratio: Tensor) -> Tensor:
-    return 0.5 * log_ratio.square()
-
-
 def unclamped_k3(log_ratio: Tensor) -> Tensor:
     """Compute k3 without its clamp to 10; the exponent is bounded by 20."""
     inverse = (-log_ratio).clamp(-20.0, 20.0)
     return inverse.exp() - inverse - 1.0
 
 
-@_register("low_var_kl", "k3")
-def _k3(log_ratio: Tensor) -> Tensor:
-    return unclamped_k3(log_ratio).clamp(-10.0, 10.0)
+def _k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _with_k2_gradient(estimate: KLFunction) -> KLFunction:
+    """Return the straight-through estimator: the value of ``estimate``, the gradient of k2."""
+
+    def straight_through(log_ratio: Tensor) -> Tensor:
+        slope = _k2(log_ratio)
+        return estimate(log_ratio.detach()) + slope - slope.detach()
+
+    return straight_through
+
+
+_ESTIMATES: dict[tuple[str, ...], KLFunction] = {
+    ("kl", "k1"): lambda log_ratio: log_ratio,
+    ("abs",): torch.abs,
+    ("mse", "k2"): _k2,
+    ("low_var_kl", "k3"): lambda log_ratio: unclamped_k3(log_ratio).clamp(-10.0, 10.0),
+}
+for _names, _estimate in _ESTIMATES.items():
+    KL_ESTIMATORS.register(*_names)(_estimate)
+    KL_ESTIMATORS.register(*(f"{name}+" for name in _names))(_with_k2_gradient(_estimate))
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:

@@ -31,19 +31,10 @@ def select_tokens(values: Tensor, mask: Tensor) -> Tensor:
     return values.reshape(-1) if bool(mask.all()) else values[mask]
 
 
-def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum ``values`` over the entries of ``mask`` (same shape, 0 or 1), along ``dim`` or over all dimensions."""
-    kept = torch.where(mask.bool(), values, torch.zeros_like(values))
-    return kept.sum() if dim is None else kept.sum(dim)
-
-
-def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Average ``values`` over the entries of ``mask`` (same shape, 0 or 1), along ``dim`` or over all dimensions.
-
-    The mean over an empty mask is 0.
-    """
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    return masked_sum(values, mask, dim) / count.clamp(min=1)
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Average ``values`` over the entries of ``mask`` (same shape, 0 or 1); the mean over an empty mask is 0."""
+    kept = mask.bool()
+    return torch.where(kept, values, torch.zeros_like(values)).sum() / kept.sum().clamp(min=1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
@@ -234,9 +225,9 @@ class Moments:
         """Standard deviation with divisor ``n``; 0 for none."""
         return math.sqrt(self.squares / max(1, self.count))
 
-    def whiten(self, values: Tensor, eps: float = 1e-8) -> Tensor:
-        """Shift and scale values by these moments: ``(x - mean) / sqrt(variance + eps)``, in their own type."""
-        return ((values.double() - self.mean) / math.sqrt(self.sample_variance + eps)).to(values.dtype)
+    def whiten(self, values: Tensor) -> Tensor:
+        """Shift and scale values by these moments: ``(x - mean) / sqrt(variance + 1e-8)``, in their own type."""
+        return ((values.double() - self.mean) / math.sqrt(self.sample_variance + 1e-8)).to(values.dtype)
 
 
 class PairMoments(NamedTuple):
@@ -276,14 +267,13 @@ class PairMoments(NamedTuple):
         return self.products / scale if scale > 0 else None
 
 
-def explained_variance(errors: Moments, targets: Moments, eps: float = 1e-5) -> float:
-    """Compute a critic's explained variance ``1 - Var(G - V) / (Var(G) + eps)``.
+def explained_variance(errors: Moments, targets: Moments) -> float:
+    """Compute a critic's explained variance ``1 - Var(G - V) / (Var(G) + 1e-5)``.
 
     1 is a perfect critic, 0 a critic no better than a constant, a negative value a worse one.
 
     Args:
         errors: of ``G - V`` over the trained tokens.
         targets: of the returns ``G``.
-        eps: keeps constant returns finite.
     """
-    return 1.0 - errors.sample_variance / (targets.sample_variance + eps)
+    return 1.0 - errors.sample_variance / (targets.sample_variance + 1e-5)  # finite for constant returns

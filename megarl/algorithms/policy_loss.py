@@ -168,7 +168,7 @@ def register_policy_loss(
     return add
 
 
-def _clipped(ratio: Tensor, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
+def clipped_terms(ratio: Tensor, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
     """Return ``-A r`` and ``-A clip(r, 1 - low, 1 + high)``."""
     low, high = 1 - inputs.options.clip_ratio_low, 1 + inputs.options.clip_ratio_high
     return -inputs.advantages * ratio, -inputs.advantages * ratio.clamp(low, high)
@@ -186,7 +186,7 @@ def clipped_policy_loss(inputs: PolicyLossInputs) -> TokenLoss:
         the gradient) and ``pg_clipfrac_lower`` (1 if the dual clip did).
     """
     log_ratio = inputs.log_ratio
-    plain, clipped = _clipped(log_ratio.exp(), inputs)
+    plain, clipped = clipped_terms(log_ratio.exp(), inputs)
     pessimistic = torch.maximum(plain, clipped)
     bound = -inputs.advantages * inputs.options.clip_ratio_c
     bad = inputs.advantages < 0
@@ -211,7 +211,7 @@ def gspo(inputs: PolicyLossInputs) -> TokenLoss:
     log_ratio = inputs.log_ratio
     mean_log_ratio = sequence_means(log_ratio.detach(), inputs.response_mask, inputs.lengths)
     expanded = expand_to_tokens(mean_log_ratio, log_ratio, inputs.lengths).to(log_ratio.dtype)
-    plain, clipped = _clipped((inputs.log_prob - inputs.log_prob.detach() + expanded).exp(), inputs)
+    plain, clipped = clipped_terms((inputs.log_prob - inputs.log_prob.detach() + expanded).exp(), inputs)
     return TokenLoss(
         loss=torch.maximum(plain, clipped),
         diagnostics={"ppo_kl": -log_ratio.detach(), "pg_clipfrac": (clipped > plain).to(plain.dtype)},
@@ -301,31 +301,21 @@ class _Normalizers(NamedTuple):
 AGGREGATIONS: Registry[Callable[[_Normalizers], Tensor | float]] = Registry("actor_rollout_ref.actor.loss_agg_mode")
 
 
-@AGGREGATIONS.register("token-mean")
-def _token_mean(normalizers: _Normalizers) -> float:
-    return 1.0 / max(normalizers.counts.tokens, 1)
-
-
-@AGGREGATIONS.register("token-sum")
-def _token_sum(normalizers: _Normalizers) -> float:
-    return 1.0
-
-
-@AGGREGATIONS.register("seq-mean-token-sum")
-def _seq_mean_token_sum(normalizers: _Normalizers) -> float:
-    return 1.0 / max(normalizers.counts.sequences, 1)
-
-
-@AGGREGATIONS.register("seq-mean-token-mean")
-def _seq_mean_token_mean(normalizers: _Normalizers) -> Tensor:
-    return 1.0 / (normalizers.sequence_tokens.clamp(min=1) * max(normalizers.counts.sequences, 1))
-
-
-@AGGREGATIONS.register("seq-mean-token-sum-norm")
-def _seq_mean_token_sum_norm(normalizers: _Normalizers) -> float:
+def _sum_norm(normalizers: _Normalizers) -> float:
     if not normalizers.horizon:
         raise ValueError("loss_agg_mode 'seq-mean-token-sum-norm' needs `horizon`, the longest response in tokens")
     return 1.0 / (max(normalizers.counts.sequences, 1) * normalizers.horizon)
+
+
+AGGREGATIONS.update(
+    {
+        "token-mean": lambda n: 1.0 / max(n.counts.tokens, 1),
+        "token-sum": lambda n: 1.0,
+        "seq-mean-token-sum": lambda n: 1.0 / max(n.counts.sequences, 1),
+        "seq-mean-token-mean": lambda n: 1.0 / (n.sequence_tokens.clamp(min=1) * max(n.counts.sequences, 1)),
+        "seq-mean-token-sum-norm": _sum_norm,
+    }
+)
 
 
 def _sequence_token_counts(response_mask: Tensor, lengths: Tensor | None) -> Tensor:

@@ -26,6 +26,7 @@ from megarl.algorithms.policy_loss import (
     PolicyLossOptions,
     TokenLoss,
     WholeMiniBatch,
+    clipped_terms,
     register_policy_loss,
 )
 
@@ -99,14 +100,11 @@ def clip_cov(inputs: PolicyLossInputs) -> TokenLoss:
         The loss, with diagnostics ``ppo_kl`` and ``pg_clipfrac``, the share of chosen tokens.
     """
     assert inputs.chosen is not None
-    log_ratio, options = inputs.log_ratio, inputs.options
-    ratio = log_ratio.exp()
-    clipped_ratio = ratio.clamp(1 - options.clip_ratio_low, 1 + options.clip_ratio_high)
-    pessimistic = torch.maximum(-inputs.advantages * ratio, -inputs.advantages * clipped_ratio)
-    chosen = inputs.chosen.bool()
+    log_ratio, chosen = inputs.log_ratio, inputs.chosen.bool()
+    pessimistic = torch.maximum(*clipped_terms(log_ratio.exp(), inputs))
     return TokenLoss(
         loss=torch.where(chosen, torch.zeros_like(pessimistic), pessimistic),
-        diagnostics={"ppo_kl": -log_ratio.detach(), "pg_clipfrac": chosen.to(ratio.dtype)},
+        diagnostics={"ppo_kl": -log_ratio.detach(), "pg_clipfrac": chosen.to(log_ratio.dtype)},
     )
 
 

@@ -80,7 +80,6 @@ def balance_mini_batches(
     balanced separately.
 
     Args:
-        num_mini_batches: optimizer steps over these rows.
         equal_size: give every rank the same number of rows of a mini-batch; otherwise at least one.
 
     Returns:
@@ -114,7 +113,6 @@ def stratified_minibatch_order(lengths: Sequence[int], num_mini_batches: int, gr
     class. The order is a function of the arguments alone, in particular independent of the number of ranks.
 
     Args:
-        num_mini_batches: number of equal slices of the order.
         group: consecutive rows that stay together, such as the responses to one prompt.
 
     Returns:
@@ -207,8 +205,6 @@ def local_search(costs: np.ndarray, parts: Parts, *, fixed_sizes: bool, capacity
     nearly balanced from the start.
 
     Args:
-        costs: cost of each item, ``[items]``, not negative.
-        parts: item numbers of each part.
         fixed_sizes: exchange one item for one; otherwise an item may also move without exchange.
         capacity: limit that no part may exceed; the given parts must satisfy it.
 
@@ -388,13 +384,10 @@ def plan_micro_batches(
 
 
 def check_longest(lengths: Sequence[int], max_tokens: int, name: Callable[[int], str] = "row {}".format) -> None:
-    """Check that every row fits into a micro-batch.
-
-    Args:
-        name: formats a row number for the message.
+    """Check that every row fits into a micro-batch; ``name`` formats a row number for the message.
 
     Raises:
-        DataError: a row has more tokens; names the row and the remedy.
+        DataError: a row has more tokens.
     """
     for row, length in enumerate(lengths):
         if not 0 <= length <= max_tokens:

@@ -30,11 +30,9 @@ class Column:
     """Declaration of a tensor column.
 
     Attributes:
-        name: key in ``DataProto.batch``.
         alignment: ``prompt`` is ``[b, P, ...]``, left-padded; ``response`` is ``[b, R, ...]``, right-padded;
             ``sequence`` is ``[b, P+R, ...]``, padded at both ends; ``row`` is ``[b, ...]``, one entry per row.
         dtype: dtype that megarl writes; only integer versus floating point is checked.
-        doc: meaning.
     """
 
     name: str
@@ -187,10 +185,7 @@ class Widths(NamedTuple):
 
 
 def column_widths(tensors: Mapping[str, Tensor]) -> Widths:
-    """Determine the widths P and R from the declared columns of a batch.
-
-    Args:
-        tensors: columns of one batch; undeclared columns are ignored.
+    """Determine the widths P and R from the declared columns of a batch; undeclared ones are ignored.
 
     Raises:
         DataError: a declared column has the wrong number of dimensions or kind of dtype, two columns of one alignment
@@ -242,11 +237,7 @@ Row: TypeAlias = Sequence[float] | np.ndarray
 class Spans(NamedTuple):
     """Token spans of each row: the last ``prompt_lengths`` of P prompt columns, the first of R response columns.
 
-    Attributes:
-        prompt_width: P.
-        response_width: R.
-        prompt_lengths: ``[b]`` int64.
-        response_lengths: ``[b]`` int64.
+    The widths are P and R; the lengths are ``[b]`` int64.
     """
 
     prompt_width: int

@@ -37,11 +37,8 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
 
     Args:
         kind: map-style data set class, with verl's constructor.
-        files: files for its ``data_files``.
         config: the section ``data``, for its ``config``.
-        max_samples: for its ``max_samples``.
-        max_prompt_length: longest prompt, in tokens.
-        truncation: treatment of a longer prompt: ``error``, ``left``, ``right`` or ``middle``.
+        max_prompt_length: longest prompt, in tokens; ``truncation`` treats a longer one.
         reward_fn_key: entry with the name of the data source.
 
     Attributes:

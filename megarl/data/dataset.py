@@ -40,11 +40,7 @@ VOCABULARY_ROWS = 8
 
 
 class RowDataset(torch.utils.data.Dataset[Sample]):
-    """A subset of the rows of files, in file order.
-
-    Args:
-        max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
-    """
+    """A subset of the rows of files, in file order; see :func:`sample_rows`."""
 
     def __init__(self, source: Rows, max_samples: int = -1, sample_seed: int | None = None) -> None:
         self.source = source
@@ -54,11 +50,7 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
         return len(self._rows)
 
     def check_vocabulary(self, encoder: PromptEncoder, reader: PromptReader) -> None:
-        """Check that the tokenizer knows the text of the first prompts.
-
-        Raises:
-            DataError: it encodes them to nothing.
-        """
+        """Check that the tokenizer knows the text of the first prompts; see :class:`PromptEncoder`."""
         rows = self._rows[:VOCABULARY_ROWS].tolist()
         if rows:
             prompts = [reader.read(self.source[row], self.source.location(row)) for row in rows]
@@ -114,21 +106,13 @@ def pad_id(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def require_eos(tokenizer: PreTrainedTokenizerBase) -> None:
-    """Check that the tokenizer has an end-of-sequence token.
-
-    Raises:
-        DataError: it has none.
-    """
+    """Raise DataError for a tokenizer without an end-of-sequence token."""
     if tokenizer.eos_token_id is None:
         raise DataError(f"tokenizer {tokenizer.name_or_path!r} has no eos_token; set it", code="tokenizer.no-eos-token")
 
 
 def collate_prompts(samples: Sequence[Sample], pad: int) -> DataProto:
-    """Collate samples with ``prompt_ids`` to a batch; their other entries become non-tensor columns.
-
-    Args:
-        pad: token id that pads the prompts at their left.
-    """
+    """Collate samples with ``prompt_ids`` to a batch, left-padded; other entries become non-tensor columns."""
     prompt_ids = [sample["prompt_ids"] for sample in samples]
     tensors = {"prompts": pad_left(prompt_ids, pad)}
     tensors["attention_mask"] = attention_mask_of(
@@ -147,7 +131,6 @@ class RLHFDataset(RowDataset):
 
     Args:
         files: paths or patterns (see :class:`megarl.data.rows.Rows`).
-        tokenizer: Hugging Face tokenizer with a chat template.
         max_prompt_length: longest prompt, in tokens, including the template.
         prompt_key: column of the prompt: chat messages, or a text.
         truncation: treatment of a longer prompt: ``error``, or cut it at its ``left``, ``right`` or ``middle``.
@@ -156,7 +139,7 @@ class RLHFDataset(RowDataset):
         reward_fn_key: column with the name of the data source, for reward functions and metrics.
         system_prompt: system message of rows without one.
         tool_schemas: schemas of the tools that rows may name in the column ``tools``, by name.
-        max_samples: rows to keep: a draw with ``sample_seed``, or without a seed the first rows; -1 = all.
+        max_samples: see :func:`sample_rows`.
         workers: processes that measure lengths; None = a number that suits the data set.
         cache_dir: folder for converted files and lengths.
         vocab_size: tokens of the model; None = unknown.

@@ -26,7 +26,6 @@ class StatefulLoader:
 
     Args:
         batch_size: rows per batch; None for all rows in one batch.
-        collate: turns the rows of a batch into a :class:`DataProto`.
         seed: the order of an epoch is a function of seed and epoch alone.
         shuffle: False keeps the order of the files.
         drop_last: drop the rows of an epoch that do not fill a batch (logged, and counted in ``dropped_per_epoch``).
@@ -121,11 +120,7 @@ class StatefulLoader:
 
 
 class PromptQueue:
-    """Takes any number of rows in the loader's order, over all epochs, and resumes exactly at a saved state.
-
-    Args:
-        loader: loader of the prompts, used by this queue alone.
-    """
+    """Takes any number of rows in the order of its loader, over all epochs, and resumes exactly at a saved state."""
 
     def __init__(self, loader: StatefulLoader) -> None:
         self.loader = loader

@@ -235,11 +235,7 @@ class MixtureSchedule:
 
 @dataclass(frozen=True)
 class MixedSet:
-    """A data set of a mixture.
-
-    Attributes:
-        weight: weight relative to the other sets.
-    """
+    """A data set of a mixture, with its weight relative to the other sets."""
 
     name: str
     rows: int
@@ -285,11 +281,7 @@ class MixtureOrder(RowOrder):
             yield self._next_batch()
 
     def shares(self, step: int) -> list[float]:
-        """Share of each set in the rows of a step.
-
-        Raises:
-            DataError: no set has a weight at that step.
-        """
+        """Share of each set in the rows of a step; raise DataError if none has a weight."""
         weights = [data_set.weight.at(step) for data_set in self.sets]
         total = sum(weights)
         if total <= 0:

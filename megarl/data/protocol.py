@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.data.column_store import Columns, PackedColumns, join_rows, merge_mappings, require_same_keys
-from megarl.data.columns import column_widths
+from megarl.data.column_store import Columns, PackedColumns, StoredColumn, join_rows, merge_mappings, require_same_keys
+from megarl.data.columns import COLUMNS, Alignment, column_widths
+from megarl.data.ragged import RaggedColumn, Regions, TerminalValues, dtype_name, regions_of, row_starts
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -108,7 +109,8 @@ class DataProto:
 
     def row_lengths(self, name: str) -> Tensor:
         """Count the entries of each row of a declared column, ``[b]`` int64; reads no values."""
-        return self.tensors.row_lengths(name)
+        lengths, _ = self._regions(name)[self._alignment(name)]
+        return torch.from_numpy(lengths)
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
         """Return the entries of all rows of a declared column in order, ``[sum of lengths, ...]``.
@@ -123,7 +125,17 @@ class DataProto:
         Raises:
             DataError: the batch has no ``attention_mask``, or one with holes.
         """
-        return self.tensors.packed(name, dtype)
+        stored, alignment = self.tensors.stored[name], self._alignment(name)
+        lengths, starts = self._regions(name)[alignment]
+        if isinstance(stored, RaggedColumn):
+            if np.array_equal(stored.lengths, lengths):
+                return stored.flat(dtype)
+            stored = stored.padded()
+        assert self.tensors.spans is not None
+        begins = row_starts(alignment, self.tensors.spans.prompt_width, lengths, starts)
+        ends = (begins + lengths).tolist()
+        rows = [row[start:end] for row, start, end in zip(stored, begins.tolist(), ends, strict=True)]
+        return torch.cat(rows).to(dtype) if rows else stored.new_empty((0, *stored.shape[2:]), dtype=dtype)
 
     def with_packed(self, tokens: Mapping[str, Tensor]) -> DataProto:
         """Return this batch with declared columns added or replaced, from packed values; see :meth:`packed`.
@@ -131,11 +143,14 @@ class DataProto:
         Raises:
             DataError: the batch has no ``attention_mask``, or a column has another number of values.
         """
-        return self.with_columns(self.tensors.of_tokens(tokens))
+        return self.with_columns(self.token_columns(tokens).tensors)
 
     def ends(self, name: str) -> Tensor | None:
         """Return the value at the last entry of each row, ``[b]``, of a column of :meth:`with_ends`; else None."""
-        return self.tensors.ends(name)
+        stored = self.tensors.stored[name]
+        if not isinstance(stored, RaggedColumn) or not isinstance(stored.values, TerminalValues):
+            return None
+        return torch.from_numpy(np.where(stored.lengths > 0, stored.values.ends, 0))
 
     def with_ends(self, ends: Mapping[str, Tensor]) -> DataProto:
         """Return this batch with declared columns added or replaced that are zero except at the last entry of a row.
@@ -146,11 +161,47 @@ class DataProto:
         Raises:
             DataError: the batch has no ``attention_mask``.
         """
-        return self.with_columns(self.tensors.of_ends(ends))
+        columns: dict[str, StoredColumn] = {}
+        for name, values in ends.items():
+            column, (lengths, starts, width) = COLUMNS[name], self._region(name)
+            stored = TerminalValues(values.detach().cpu().numpy())
+            dtype = dtype_name(values.dtype)
+            columns[name] = RaggedColumn(stored, lengths, starts, width, dtype, column.alignment, None, column.pad)
+        return self.with_columns(Columns(columns))
 
     def token_columns(self, tokens: Mapping[str, Tensor]) -> DataProto:
         """Build a batch of the columns that :meth:`with_packed` would add, without those of this batch."""
-        return DataProto(self.tensors.of_tokens(tokens))
+        columns: dict[str, StoredColumn] = {}
+        for name, values in tokens.items():
+            lengths, starts, width = self._region(name)
+            if len(values) != lengths.sum():
+                text = f"column {name!r} has {len(values)} values; its rows have {lengths.sum()} tokens"
+                raise DataError(text, code="batch.column-tokens")
+            columns[name] = RaggedColumn.of_flat(COLUMNS[name], values, lengths, starts, width)
+        return DataProto(Columns(columns))
+
+    def _alignment(self, name: str) -> Alignment:
+        stored = self.tensors.stored[name]
+        return stored.alignment if isinstance(stored, RaggedColumn) else COLUMNS[name].alignment
+
+    def _regions(self, name: str) -> Regions:
+        if self.tensors.spans is None:
+            text = f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self.tensors)}"
+            raise DataError(text, code="batch.missing-column")
+        return regions_of(self.tensors.spans)
+
+    def _region(self, name: str) -> tuple[np.ndarray, np.ndarray | None, int]:
+        """Return lengths, starts and width that a new column has; see :class:`RaggedColumn`."""
+        alignment, regions = COLUMNS[name].alignment, self._regions(name)
+        lengths, starts = regions[alignment]
+        for ragged in self.tensors.ragged.values():
+            if ragged.alignment == alignment and np.array_equal(ragged.lengths, lengths):
+                lengths = ragged.lengths  # columns that share an array are sent with one
+                break
+        spans = self.tensors.spans
+        assert spans is not None
+        widths = {"prompt": spans.prompt_width, "response": spans.response_width}
+        return lengths, starts, widths.get(alignment, sum(widths.values()))
 
     def __len__(self) -> int:
         """Number of rows."""

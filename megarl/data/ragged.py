@@ -91,11 +91,7 @@ class RowPlaces(NamedTuple):
         return joined if rows is None else joined.take(rows)
 
     def gather(self, name: str, lengths: np.ndarray, chunks: Mapping[ChunkReference, Chunk]) -> np.ndarray:
-        """Copy the values of the rows of a column, in order; a view if they are adjacent in one chunk.
-
-        Args:
-            lengths: ``[b]`` values per row.
-        """
+        """Copy a column's values of the rows, ``lengths [b]`` each; a view if they are adjacent in one chunk."""
         arrays = [chunks[reference][name] for reference in self.references]
         ends = self.begins + lengths
         adjacent = (self.numbers[1:] == self.numbers[:-1]) & (self.begins[1:] == ends[:-1])
@@ -124,11 +120,7 @@ class RemoteValues(NamedTuple):
         return not isinstance(self.places.chunks, int)
 
     def fetch(self, lengths: np.ndarray, chunks: Mapping[ChunkReference, Chunk] | None = None) -> np.ndarray:
-        """Read the values of all rows in order, ``[sum of lengths, ...]``; the array may be read-only.
-
-        Args:
-            chunks: the chunks, if they were read before.
-        """
+        """Read the values of all rows, ``[sum of lengths, ...]``, maybe read-only; ``chunks`` were read before."""
         if not len(lengths):
             return np.empty((0, *self.trailing), np.int16)  # int16 is also bfloat16
         places = self.places.compact()
@@ -214,11 +206,7 @@ class RaggedColumn(NamedTuple):
 
     @classmethod
     def of_rows(cls, column: Column, rows: Rows, pad: float | None = None) -> RaggedColumn:
-        """Build a prompt- or response-aligned column from its rows; arrays that are narrow enough are not copied.
-
-        Args:
-            pad: padding value; None = the declaration's.
-        """
+        """Build a prompt- or response-aligned column from its rows; arrays that are narrow enough are not copied."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         dtype = torch.empty(0, dtype=column.dtype).numpy().dtype
         kinds = {row.dtype for row in rows if isinstance(row, np.ndarray)}
@@ -241,11 +229,7 @@ class RaggedColumn(NamedTuple):
     def of_flat(
         cls, column: Column, values: Tensor, lengths: np.ndarray, starts: np.ndarray | None, width: int
     ) -> RaggedColumn:
-        """Build a column from the values of all rows in order.
-
-        Args:
-            values: ``[sum of lengths, ...]``; booleans get the declared dtype.
-        """
+        """Build a column from all rows' values ``[sum of lengths, ...]``; booleans get the declared dtype."""
         if values.dtype == torch.bool:
             name, array = dtype_name(column.dtype), values.to(torch.int8).numpy()
         else:

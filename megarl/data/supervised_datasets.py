@@ -47,7 +47,6 @@ class SFTDataset(RowDataset):
     response). It refuses whole conversations that are several times too long by their length.
 
     Args:
-        tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
         max_length: longest prompt plus response, in tokens.
         response_key: column of the response's text or pieces.
         messages_key: column of whole conversations, which are read instead of prompts and responses; every assistant
@@ -194,7 +193,6 @@ class PairDataset(RowDataset):
     will score.
 
     Args:
-        tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
         max_length: longest sequence, in tokens.
         prompt_key: column of the prompt; None if the response columns contain complete conversations that end
             with the response.

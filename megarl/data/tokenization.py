@@ -160,7 +160,6 @@ class PromptEncoder:
     """Tokenizes prompts: messages by the chat template up to the start of the response, texts as they are.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
         generation_prompt: False renders complete conversations instead, including the last response.
         max_tokens: tokens of a prompt that are used, at most; a prompt that is several times longer by its length is
             tokenized without its middle. None = all are used.
@@ -355,7 +354,6 @@ class ResponseEncoder:
     """Tokenizes responses piece by piece.
 
     Args:
-        tokenizer: tokenizer with an end-of-sequence token.
         key: column of the response's text or pieces.
         max_tokens: tokens that are used, at most, as in :class:`PromptEncoder`, for each piece.
     """
@@ -417,7 +415,6 @@ class ConversationEncoder:
     be rendered in the same way whether or not others follow; a template that changes earlier turns is an error.
 
     Args:
-        reader: reads the messages, system message and tools of a row.
         max_tokens: tokens of a conversation that are used, at most. A conversation that is several times longer by its
             length is refused: to cut it, all of it would have to be tokenized.
     """

@@ -85,10 +85,6 @@ class LedgerEntry:
 class GroupLedger:
     """Counts groups from admission to training, and composes batches in the order of completion.
 
-    Args:
-        rule: admits prompts.
-        samples: samples per group.
-
     Attributes:
         admitted: groups so far; the number of the next one.
         trained: groups that were trained.
@@ -209,11 +205,7 @@ class GroupLedger:
         self.trained += count
 
     def restart(self, dropped: Collection[int]) -> list[int]:
-        """Let all untrained groups start again with the next weights; return them, in the order of admission.
-
-        Args:
-            dropped: groups that were dropped, and start again too.
-        """
+        """Let untrained and ``dropped`` groups start again with the next weights; return all in their order."""
         numbers = sorted({*self._entries, *dropped})
         self.dropped -= len(dropped)
         self._entries = {number: LedgerEntry(self.version, set(range(self.samples))) for number in numbers}
@@ -291,12 +283,7 @@ class GroupLedger:
 
 
 def check_staleness(trajectories: Sequence[Trajectory], version: int, bound: int) -> None:
-    """Check the weight versions of all tokens against the bound.
-
-    Args:
-        trajectories: of a batch.
-        version: weight version that trains them.
-        bound: largest staleness.
+    """Check the weight versions of the tokens of a batch that ``version`` trains against the bound of their staleness.
 
     Raises:
         WeightSyncError: a token is newer than ``version``, or staler than the bound.
@@ -314,7 +301,10 @@ def check_staleness(trajectories: Sequence[Trajectory], version: int, bound: int
 
 
 def staleness_metrics(trajectories: Sequence[Trajectory], version: int, admission: Sequence[int]) -> Metrics:
-    """Compute the staleness metrics of a batch, under verl's names where they exist.
+    """Compute the staleness metrics of a batch that ``version`` trains, under verl's names where they exist.
+
+    Failed trajectories and those without a version are left out. ``admission`` has the weight versions since the
+    admission of each group.
 
     - ``training/off_policy/token_staleness/{mean,max}``: over generated tokens.
     - ``training/off_policy/trajectory_staleness``: of the oldest token, mean over trajectories;
@@ -323,11 +313,6 @@ def staleness_metrics(trajectories: Sequence[Trajectory], version: int, admissio
     - ``fully_async/partial/{total_partial_num,partial_ratio,max_partial_span}``: trajectories with several weight
       versions, their share, and the largest difference within one.
     - ``fully_async/count/current_param_version``.
-
-    Args:
-        trajectories: of the batch; failed ones and those without a version are left out.
-        version: weight version that trains them.
-        admission: weight versions since the admission of each group.
     """
     metrics = {
         "fully_async/count/current_param_version": float(version),

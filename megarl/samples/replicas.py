@@ -16,8 +16,7 @@ from megarl.cluster.role_groups import RolloutGroup
 from megarl.cluster.sharding_manager import ShardingManager
 from megarl.rollout.router_stats import RouterStats
 from megarl.rollout.serving import HeldRequests
-from megarl.samples.elastic_replicas import ElasticReplicas
-from megarl.samples.rollout_group import restart_replicas
+from megarl.samples.rollout_group import ElasticReplicas, restart_replicas
 from megarl.samples.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
@@ -31,7 +30,6 @@ class Replicas:
     No conversation is in flight between a batch and the next step.
 
     Args:
-        group: their processes.
         connect: plans the weight sync from the actor to these ranks of the group, and connects both sides.
         pending: returns the device bytes that the other roles have yet to allocate on the devices of each replica.
 
@@ -91,7 +89,6 @@ class Replicas:
         """Send the actor's weights to the replicas; conversations in flight go on with them.
 
         Args:
-            rollouts: conversations on the replicas.
             wait_ended: waits until no conversation of training is in flight; None = interrupt them instead.
 
         Returns:
@@ -205,7 +202,6 @@ class DisaggregatedReplicas(ColocatedReplicas):
     """Rollout replicas with devices of their own, which generate while the trainer trains.
 
     Args:
-        group, connect, pending: see :class:`Replicas`.
         elastic: lets replicas join and leave; None = a lost one is replaced before the run goes on.
         hybrid: replicas on the trainer's devices, which serve while the trainer waits; None = there are none.
     """

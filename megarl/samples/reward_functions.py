@@ -59,8 +59,6 @@ def function_manager(
     """Build the reward manager of the configuration; starts no process.
 
     Args:
-        config: complete.
-        tokenizer: of the policy.
         logs: of the reward processes; None = output of the driver.
 
     Raises:
@@ -91,8 +89,6 @@ def runner_scorers(
     Empty if the reward phase scores: for functions that take batches, by configuration, and in jobs without a reward.
 
     Args:
-        config: complete.
-        logs: of the reward processes; None = output of the agent runners.
         nodes: number of nodes that the agent runners share.
 
     Raises:
@@ -180,9 +176,7 @@ def check_rewards(config: ScoredJobConfig) -> None:
 def reward_plan(config: ScoredJobConfig, processes: int | None = None) -> RewardPlan:
     """List the configured functions without loading them.
 
-    Args:
-        config: complete.
-        processes: number of all processes, which share the concurrent requests to services; None = as configured.
+    All ``processes`` share the concurrent requests to services; None = as many as configured.
     """
     keys, custom = config.reward, config.reward.custom_reward_function
     weights: Mapping[str, float] = keys.functions or {CUSTOM_REWARD if custom.path else keys.name: 1.0}

@@ -63,9 +63,6 @@ class RewardPhase:
     A row whose function failed stays masked, whatever the reward model's score.
 
     Args:
-        functions: manager of the reward functions; its processes are started.
-        tokenizer: of the policy.
-        keys: the section ``reward``.
         model: the reward model; None = functions only.
     """
 
@@ -145,10 +142,6 @@ class SequenceReader:
     If the reward model has another tokenizer, the reader decodes the response and encodes the conversation
     (``raw_prompt`` plus the response as the assistant's message) with the reward model's chat template.
 
-    Args:
-        keys: the section ``reward.model``.
-        policy_tokenizer: tokenizer of the samples.
-
     Raises:
         ConfigError: the vocabularies of the two tokenizers do not fit the configuration.
         ModelError: a tokenizer cannot be loaded.
@@ -203,12 +196,7 @@ class SequenceReader:
 
 
 class RewardModelScorer:
-    """Scores batches with the workers of the reward model.
-
-    Args:
-        workers: initialised worker group of the role.
-        reader: builds the sequences.
-    """
+    """Scores batches with the workers of the reward model."""
 
     def __init__(self, workers: RewardModelGroup, reader: SequenceReader) -> None:
         self.workers = workers

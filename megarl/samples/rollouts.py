@@ -103,10 +103,7 @@ class Rollouts:
     from -1 downwards, so both may be in flight at the same time.
 
     Args:
-        runners: lead the conversations.
         replicas: returns the current rollout replicas by number, since they may be replaced, join and leave.
-        config: complete.
-        tokenizer: of the policy.
         batch_info: ``meta_info`` of training batches, such as the rows of a mini-batch.
         on_lost: receives the numbers of lost replicas when no conversation is in flight.
         state_masking: exclude tokens of tools and searches from training.
@@ -191,7 +188,6 @@ class Rollouts:
         """Start validation samples; training conversations go on.
 
         Args:
-            prompts: held-out prompts.
             step: seeds the draws.
             batch: number of the validation batch in the step.
         """
@@ -218,9 +214,6 @@ class Rollouts:
 
     def end_validation(self, groups: Sequence[ConversationGroup]) -> DataProto:
         """Wait for validation samples, and build their batch.
-
-        Args:
-            groups: see :meth:`begin_validation`.
 
         Returns:
             ``n`` adjacent rows per prompt; the column ``uid`` names the prompt. ``meta_info[ROLLOUT_METRICS]`` has the
@@ -263,12 +256,7 @@ class Rollouts:
         return [params] * self.rollout.n + greedy
 
     def training_groups(self, prompts: DataProto, numbers: Sequence[int]) -> list[ConversationGroup]:
-        """Build the training groups of prompts.
-
-        Args:
-            prompts: one per group.
-            numbers: number of each group, from 0; it seeds the samples.
-        """
+        """Build a training group per prompt; their numbers, from 0, seed the samples."""
         params, origins = self._training_params, [self._origin(number) for number in numbers]
         return [
             self._group(number, self._seed(origin), _uid(origin), params, TRAINING_REWARD, ids, facts)
@@ -276,12 +264,7 @@ class Rollouts:
         ]
 
     def restored_group(self, stored: Mapping[str, Any], turns: Mapping[int, Sequence[StoredTurn]]) -> ConversationGroup:
-        """Build a training group from a checkpoint.
-
-        Args:
-            stored: see :func:`stored_group`.
-            turns: turns of its unfinished samples, by sample.
-        """
+        """Build a training group from its fields :data:`STORED`, and the turns of its unfinished samples."""
         return ConversationGroup(
             params=self._training_params,
             messages=stored["facts"].get("raw_prompt", ()),
@@ -295,11 +278,7 @@ class Rollouts:
     def batch_of(
         self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory]
     ) -> tuple[DataProto, Metrics]:
-        """Build a training batch of finished groups, and the metrics of its conversations.
-
-        Args:
-            groups: see :meth:`training_groups`.
-            trajectories: of their samples, in the order of the groups.
+        """Build a training batch of the trajectories of finished groups, and the metrics of its conversations.
 
         Returns:
             ``n`` adjacent rows per group; the column ``uid`` names the prompt. With ReMax, a row more, for which the

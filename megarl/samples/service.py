@@ -35,13 +35,7 @@ TimedPhase = Callable[[str], AbstractContextManager[object]]
 def restored_ledger(
     config: TrainConfig, total_steps: int, step: int = 0, state: Mapping[str, Any] = MappingProxyType({})
 ) -> GroupLedger:
-    """Build the ledger of a run.
-
-    Args:
-        config: complete.
-        total_steps: training steps of the whole run.
-        step: of the checkpoint to resume from; 0 = a new run.
-        state: its work in flight, see :meth:`SampleService.state_dict`.
+    """Build the ledger of a run, at a checkpoint of ``step`` with :meth:`SampleService.state_dict`, or of a new run.
 
     Raises:
         CheckpointError, ConfigError: the work in flight does not fit the configuration.
@@ -73,14 +67,6 @@ class SampleService:
     With staleness 0 and one batch per sync, the samples, their order and their seeds are the same in all modes. Their
     tokens are, too, if all requests fit ``max_num_seqs``; otherwise timing decides which requests an engine computes
     together, in each mode.
-
-    Args:
-        config: complete.
-        ledger: of the run, at the state of the checkpoint to resume from, if any.
-        prompts: queue of training prompts.
-        rollouts: leads conversations and builds batches.
-        rewards: scores batches.
-        replicas: rollout replicas.
     """
 
     def __init__(
@@ -110,10 +96,6 @@ class SampleService:
 
     def batches(self, step: int, phase: TimedPhase) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step as their groups are complete, each with its metrics of generation and scoring.
-
-        Args:
-            step: global step.
-            phase: times ``gen`` and ``reward``.
 
         Raises:
             StepImpossible: there is no batch to train on, for example because all rollout replicas are lost, or too
@@ -180,10 +162,6 @@ class SampleService:
         """Restore the work in flight; unfinished samples go on after their stored turns, with the same seeds.
 
         The ledger is restored before the workers start, see :func:`restored_ledger`.
-
-        Args:
-            state: see :meth:`state_dict`.
-            step: of the checkpoint; 0 = a new run.
         """
         self.replicas.weight_version = step  # weight versions go on, and those of finished samples stay valid
         if not state:

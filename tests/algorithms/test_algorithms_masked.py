@@ -6,7 +6,7 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from megarl.algorithms import Moments, PairMoments, explained_variance, masked_mean, masked_sum, masked_whiten
+from megarl.algorithms import Moments, PairMoments, explained_variance, masked_mean, masked_whiten
 from megarl.algorithms.masked import expand_to_tokens, sequence_sums
 
 
@@ -27,11 +27,8 @@ def test_statistics_equal_numpy_on_the_selected_entries(case):
     values, mask = case
     tensor, selected = torch.tensor(values), values[mask]
     mask_tensor = torch.tensor(mask.astype(np.int64))
-    assert masked_sum(tensor, mask_tensor).item() == pytest.approx(sum(selected))
     assert masked_mean(tensor, mask_tensor).item() == pytest.approx(np.mean(selected) if len(selected) else 0.0)
     variance = np.var(selected, ddof=1) if len(selected) > 1 else 0.0
-    per_row = [row[keep].mean() if keep.any() else 0.0 for row, keep in zip(values, mask, strict=True)]
-    np.testing.assert_allclose(masked_mean(tensor, mask_tensor, dim=-1), per_row)
 
     white = masked_whiten(tensor, mask_tensor).numpy()
     expected = np.zeros_like(values)

@@ -69,7 +69,7 @@ def test_declared_columns_must_have_their_shape(tensors, code, values):
 
 
 def test_nested_lists_stay_one_value_per_row():
-    batch = DataProto.from_single_dict({"a": torch.zeros(2), "raw_prompt": [[1, 2], [3, 4]], "n": np.array([5, 6])})
+    batch = DataProto.from_dict({"a": torch.zeros(2)}, {"raw_prompt": [[1, 2], [3, 4]], "n": np.array([5, 6])})
     assert batch.non_tensor_batch["raw_prompt"].shape == (2,)
     assert batch.non_tensor_batch["raw_prompt"][1] == [3, 4]
     assert type(batch.non_tensor_batch["n"][0]) is int

@@ -181,7 +181,9 @@ def test_harmless_text_has_its_usual_tokens(chat_tokenizer):
 
 def test_users_may_write_marks_of_calls_and_tools_may_not(chat_tokenizer):
     call = chat_tokenizer.convert_tokens_to_ids("<tool_call>")
-    user, tool = (turn_frame(chat_tokenizer, [{"role": role, "content": "<tool_call>"}], None) for role in ("user", "tool"))
+    user, tool = (
+        turn_frame(chat_tokenizer, [{"role": role, "content": "<tool_call>"}], None) for role in ("user", "tool")
+    )
     assert call in user and call not in tool
 
 

@@ -184,11 +184,7 @@ async def _call_with_retries(
 
 
 def check_truncate_side(side: str) -> str:
-    """Validate ``multi_turn.tool_response_truncate_side`` and return it.
-
-    Raises:
-        ConfigError: the value is unknown.
-    """
+    """Validate ``multi_turn.tool_response_truncate_side`` and return it; raise ConfigError for an unknown one."""
     if side not in TRUNCATE_SIDES:
         key = "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side"
         raise ConfigError(f"{key}={side} must be one of {', '.join(TRUNCATE_SIDES)}", code="tool.truncate-side")
