@@ -254,8 +254,6 @@ def generalized_advantages(
 
     Args:
         rewards: ``[b, R]``, or packed ``[n]``, as all tensors over tokens.
-        values: ``[b, R]``.
-        mask: ``[b, R]``, 0 or 1.
         gamma: discount per token.
         lam: 0 = one-step errors, 1 = discounted sum of rewards minus the value.
 
@@ -277,12 +275,7 @@ def generalized_advantages(
 
 
 def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tensor:
-    """Add the rewards outside the mask to the token of the mask before them; returns ``[n]`` for the kept tokens.
-
-    Args:
-        rewards: ``[b, R]``, or packed.
-        kept: same shape, bool.
-    """
+    """Add the rewards outside the mask to the token of the mask before them; returns ``[n]`` for the kept tokens."""
     (rewards, lengths), (kept, _) = flat_tokens(rewards, lengths), flat_tokens(kept, lengths)
     steps = select_tokens(rewards, kept)
     outside = ~kept & (rewards != 0)
@@ -297,12 +290,8 @@ def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tens
 def _backward_sums(values: Tensor, counts: Tensor, factor: float) -> Tensor:
     """Compute ``S_t = x_t + factor * S_{t+1}`` within each row of packed values ``[n]``.
 
-    The loop over time touches only rows that have that many tokens, and reads each token once.
-
-    Args:
-        values: ``[n]``, all rows in order.
-        counts: ``[b]`` tokens per row, which add up to ``n``.
-        factor: of the next token's sum.
+    The loop over time touches only rows that have that many tokens, and reads each token once. ``counts`` are the
+    tokens per row ``[b]``.
     """
     sums = values.cpu().numpy().copy()
     lengths = counts.cpu().numpy()

@@ -288,9 +288,8 @@ def observations(
     """List the state before each turn as the observation before it: the token ids of the environment.
 
     Args:
-        responses: ``[b, R]`` token ids, or packed ``[n]``.
-        generated: same shape; see :func:`turn_numbers`.
-        numbers: same shape, from :func:`turn_numbers`.
+        responses: token ids.
+        numbers: of ``generated``, from :func:`turn_numbers`.
 
     Returns:
         One list per row with one state per turn; the state before the first turn, the prompt, is empty.
@@ -349,11 +348,7 @@ def _are_similar(first: State, second: State, threshold: float) -> bool:
 
 
 def sums_per_turn(values: Tensor, turns: Turns, lengths: Tensor | None = None) -> Tensor:
-    """Sum ``values``, in the form of ``turns.numbers``, over the tokens of each turn: ``[b, T]`` in double precision.
-
-    Args:
-        values: ``[b, R]``, or packed ``[n]``.
-    """
+    """Sum ``values``, in the form of ``turns.numbers``, over the tokens of each turn: ``[b, T]`` doubles."""
     (values, counts), (numbers, _) = flat_tokens(values, lengths), flat_tokens(turns.numbers, lengths)
     rows = torch.repeat_interleave(torch.arange(len(counts), device=values.device), counts)
     inside = torch.where(numbers >= 0, values.double(), 0.0)

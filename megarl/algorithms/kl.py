@@ -64,10 +64,6 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
 
     Args:
         log_prob: any shape; with gradients if used as a loss.
-        ref_log_prob: same shape.
-
-    Returns:
-        Same shape.
 
     Raises:
         ConfigError: ``kind`` is unknown.
@@ -81,10 +77,7 @@ def apply_kl_penalty(
     """Subtract the KL penalty from the scores: ``r_t = score_t - beta * KL_t`` (Ziegler et al. 2019, eq. 2).
 
     Args:
-        token_level_scores: the reward function's scores.
         kl: KL from the sampling policy to the reference at each token, estimated by :func:`kl_penalty` or exact.
-        response_mask: 1 for trained tokens.
-        beta: coefficient of the penalty.
 
     Returns:
         The rewards, and the KL of each sequence in nats per token ``[b]``: the mean over its trained tokens, 0 without
@@ -163,8 +156,8 @@ def forward_kl_topk(student: Tensor, teacher: Tensor, log_prob_min: float | None
     can be negative, and is then 0 without a gradient.
 
     Args:
-        student: log-probs of the student at the teacher's tokens, ``[n, k]``; with gradients.
-        teacher: log-probs of the teacher, ``[n, k]``.
+        student: log-probs at the teacher's tokens, ``[n, k]``; with gradients.
+        teacher: ``[n, k]``.
         log_prob_min: lower bound of both log-probs; None = none. A bounded log-prob has no gradient.
     """
     student_mass, teacher_mass = student.detach().exp().sum(-1), teacher.exp().sum(-1)

@@ -43,12 +43,8 @@ def masked_whiten(values: Tensor, mask: Tensor, moments: Moments | None = None) 
     ``(x - mean) / sqrt(variance + 1e-8)`` with the sample variance, in double precision. A constant becomes 0.
 
     Args:
-        values: any shape.
-        mask: same shape, 0 or 1.
+        mask: 0 or 1, in the shape of ``values``.
         moments: of the entries of all processes; None = of these entries.
-
-    Returns:
-        Same shape and type as ``values``.
     """
     kept = mask.bool()
     entries = select_tokens(values, kept)
@@ -61,7 +57,6 @@ def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tenso
 
     Args:
         values: ``[b, R]``, or packed ``[n]`` together with ``lengths``; entries outside the mask may hold any value.
-        mask: same shape, 0 or 1.
         lengths: ``[b]`` integers that add up to ``n``: the tokens of each packed sequence. Sequences must be complete.
 
     Raises:
@@ -92,18 +87,12 @@ def _array_sums(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def sequence_means(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
-    """Average ``values`` over the trained tokens of each sequence, ``[b]`` double, 0 for a sequence without any.
-
-    Arguments and errors are those of :func:`sequence_sums`.
-    """
+    """Average over each sequence's trained tokens, ``[b]`` double, 0 without any; see :func:`sequence_sums`."""
     return sequence_sums(values, mask, lengths) / sequence_counts(mask, lengths).clamp(min=1)
 
 
 def sequence_maxima(values: Tensor, mask: Tensor, lengths: Tensor | None, initial: float) -> Tensor:
-    """Return the maximum of ``values`` and ``initial`` over the trained tokens of each sequence, ``[b]``.
-
-    Arguments and errors are those of :func:`sequence_sums`.
-    """
+    """Return the maximum of ``initial`` and each sequence's trained values, ``[b]``; see :func:`sequence_sums`."""
     _check_form(values, lengths)
     kept = torch.where(mask.bool(), values, initial)
     if lengths is None:
@@ -151,11 +140,7 @@ def kept_before(kept: Tensor, lengths: Tensor, tokens: Tensor) -> tuple[Tensor, 
 
 
 def flat_tokens(values: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """View values of either form as packed tokens ``[n]``; returns them and the lengths ``[b]``.
-
-    Raises:
-        ValueError: packed values come without ``lengths``.
-    """
+    """View values of either form as packed tokens ``[n]``; return them and the lengths ``[b]``."""
     _check_form(values, lengths)
     if lengths is not None:
         return values, lengths.to(values.device)

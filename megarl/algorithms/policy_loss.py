@@ -349,7 +349,6 @@ def token_weights(
     A sequence without a trained token counts in no mean.
 
     Args:
-        response_mask: ``[b, R]``, or packed ``[n]`` together with ``lengths``; 1 for trained tokens.
         global_tokens: trained tokens of the whole mini-batch, over all ranks (see :func:`loss_counts`).
         lengths: ``[b]`` integers that add up to ``n``: the tokens of each packed sequence. Sequences must be complete.
         horizon: the divisor of ``seq-mean-token-sum-norm``.
@@ -374,9 +373,9 @@ def clipped_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, cliprang
     Tensors are rectangles ``[b, R]`` or packed tokens ``[n]``.
 
     Args:
-        vpreds: current values, ``v``, with gradients.
-        values: values before this step's updates, ``V``.
-        returns: regression targets, ``G``.
+        vpreds: current values ``v``, with gradients.
+        values: ``V``, before this step's updates.
+        returns: regression targets ``G``.
         cliprange_value: ``c``.
 
     Returns:

@@ -72,8 +72,7 @@ class Correction:
     """A configured rollout correction.
 
     Attributes:
-        level: of the importance weights, see :func:`importance_weights`; None = no weights.
-        rules: rejection rules; empty = none.
+        level: see :func:`importance_weights`; None = no weights.
     """
 
     level: str | None
@@ -244,10 +243,7 @@ class RejectionCounts(NamedTuple):
         return cls(*[*counts, by_rule])
 
     def statistics(self) -> Statistics:
-        """Compute ``rollout_rs_masked_fraction`` of the tokens, ``rollout_rs_seq_masked_fraction`` of the sequences.
-
-        And the fraction of the tokens that each rule rejects.
-        """
+        """Compute the rejected fractions of the tokens, of the sequences, and of the tokens by each rule."""
         tokens, sequences = max(self.tokens, 1), max(self.sequences, 1)
         by_rule = {f"rollout_rs_{option}_masked_fraction": count / tokens for option, count in self.by_rule.items()}
         return {
@@ -265,9 +261,6 @@ def rejected_tokens(
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, RejectionCounts]:
     """Select the tokens that at least one of the rules rejects.
-
-    Args:
-        rules: at least one.
 
     Returns:
         ``[b, R]`` bool within ``trained``; and the numbers of rejected tokens and sequences.
@@ -341,11 +334,9 @@ class RatioMoments(NamedTuple):
 
     @classmethod
     def of(cls, old: Tensor, rollout: Tensor, compared: Tensor, lengths: Tensor | None = None) -> RatioMoments:
-        """Compute the moments; perplexities are those of sequences with a compared token.
+        """Compute the moments of the actor's and the engine's log-probs, ``[b, R]`` each.
 
-        Args:
-            old: the actor's log-probs, ``[b, R]``.
-            rollout: the engine's, ``[b, R]``.
+        Perplexities are those of sequences with a compared token.
         """
         mask = compared.bool()
         rows = have_tokens(mask, lengths)
@@ -439,8 +430,7 @@ def loglinear_log_probs(log_prob: Tensor, behaviour: Tensor, fractions: Tensor) 
     """Estimate the proximal log-probs, ``behaviour + fraction (log_prob - behaviour)``, without gradients.
 
     Args:
-        log_prob: log-probs under the current policy, any shape.
-        behaviour: log-probs under the policy that sampled the tokens, same shape.
+        behaviour: log-probs under the policy that sampled the tokens, in the shape of ``log_prob``.
         fractions: see :func:`proximal_fractions`.
     """
     return behaviour + fractions * (log_prob.detach() - behaviour)

@@ -41,7 +41,7 @@ class WeightSchedule:
 
     Attributes:
         max_weight: the weight after the warm-up.
-        warmup_steps: training steps of the warm-up; 0 = no warm-up.
+        warmup_steps: 0 = no warm-up.
         stairs: number of stairs of the shape ``step``; other shapes do not read it.
     """
 

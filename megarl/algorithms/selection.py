@@ -71,10 +71,7 @@ def policy_filtration_rows(
     0 otherwise; ``max_random``: 0.4 for the best score, 0.1 otherwise.
 
     Args:
-        scores: ``[b]``, one per response.
         counted: ``[b]`` bool, rows with trained tokens; the others are drawn only if no row has any.
-        power: exponent of ``pow``.
-
     Returns:
         ``[b]`` row numbers.
 
