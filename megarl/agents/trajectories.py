@@ -167,7 +167,7 @@ def _train_mask(trajectory: Trajectory, state_masking: bool) -> Integers:
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics of a batch of trajectories, under the names of verl and Search-R1.
+    """Compute the metrics of trajectories, under verl's and Search-R1's names.
 
     - ``num_turns/{mean,max,min}``: messages per conversation, including the prompt.
     - ``tool_call_counts/{mean,max,min}``: tool calls per conversation; ``tool_call_counts/malformed_ratio``: share of

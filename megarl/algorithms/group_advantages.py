@@ -362,10 +362,10 @@ def trained_turns(turns: Turns, mask: Tensor, lengths: Tensor | None = None) -> 
 
 
 class TurnCounts(NamedTuple):
-    """Numbers of trained turns and of their anchor states, of some groups of responses.
+    """Counts of trained turns and their anchor states, over some groups of responses.
 
     Attributes:
-        states: groups of turns with the same state.
+        states: different anchor states.
         turns: trained turns.
         compared: trained turns whose state another trained turn has too.
     """

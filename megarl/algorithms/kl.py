@@ -1,4 +1,4 @@
-"""KL divergences: to the reference per token (k1, k2, k3), its penalty in the reward and controllers, and to a teacher.
+"""KL to the reference per token (k1, k2, k3) and to a teacher, the KL penalty, and its controllers.
 
 Tensors over tokens are rectangles, or with ``lengths`` packed tokens (:mod:`megarl.algorithms.masked`).
 """

@@ -1,5 +1,4 @@
-"""Losses of preference optimization: DPO, IPO, SLiC (hinge) and SimPO on pairs of responses, KTO on single responses,
-and Bradley-Terry for reward models.
+"""Preference losses: DPO, IPO, SLiC (hinge), SimPO and Bradley-Terry on pairs of responses, KTO on single responses.
 
 In the formulas ``c`` is the chosen response of a pair, ``r`` the rejected one, ``log p(y)`` the log-prob of a response
 summed over its tokens, ``q`` the reference, and ``|y|`` the number of tokens.

@@ -86,13 +86,13 @@ def log_ratios(old: Tensor, rollout: Tensor, compared: Tensor) -> Tensor:
 
 
 class WeightMoments(NamedTuple):
-    """Moments of the importance weights of some rows, and of the ratios before truncation.
+    """Moments of importance weights and of their ratios before truncation, over some rows.
 
     Attributes:
-        tokens: of the weights of compared tokens.
-        sequences: of the weights of sequences; empty for weights by token.
-        distances: of the distances of the sequences' weights from 1.
-        log_ratios: of ``log r`` before truncation, of tokens or of sequences.
+        tokens: weights of compared tokens.
+        sequences: weights of sequences; empty for weights by token.
+        distances: distances of the sequences' weights from 1.
+        log_ratios: ``log r`` before truncation, by token or sequence.
         high: number of ratios above the upper bound.
         low: number of ratios below the lower bound, or below the reciprocal of the upper one.
     """
@@ -120,8 +120,8 @@ class WeightMoments(NamedTuple):
     def statistics(self) -> Statistics:
         """Compute ``rollout_is_*`` without a prefix; empty without a compared token.
 
-        ``mean``, ``std`` and ``eff_sample_size`` are of the final weights of tokens, ``seq_*`` of those of sequences;
-        ``min``, ``max`` and the fractions of the ratios before truncation.
+        ``mean``, ``std`` and ``eff_sample_size`` describe the final token weights, ``seq_*`` the final sequence
+        weights; ``min``, ``max`` and the fractions describe the ratios before truncation.
         """
         tokens, whole, ratios = self.tokens, self.sequences, self.log_ratios
         if not tokens.count:
@@ -298,23 +298,19 @@ def _outside(log_ratio: Tensor, compared: Tensor, rule: Rejection, lengths: Tens
 
 
 class RatioMoments(NamedTuple):
-    """Moments of the log-probs of actor ("training") and engine ("rollout") over compared tokens, of some rows.
+    """Moments that compare the actor's log-probs ("training") with the engine's ("rollout"), over some rows.
 
     Attributes:
-        log_ratio: of ``log r`` per token.
-        k3: of the k3 estimate per token.
-        squared: of ``r^2`` per token.
-        squared_sequence: of the square of a sequence's product of all ``r``.
-        training: of a sequence's log-perplexity under the actor.
-        rollout: of a sequence's log-perplexity under the engine.
-        training_ppl: of a sequence's perplexity under the actor.
-        rollout_ppl: of a sequence's perplexity under the engine.
-        ppl_ratio: of the first perplexity over the second.
-        difference: of the first log-perplexity minus the second.
-        distance: of the absolute value of this difference.
-        log_distance: of the distance of the log-probs per token.
-        prob_distance: of the distance of the probabilities per token.
-        probs: of the engine's and the actor's probability per token.
+        log_ratio: ``log r`` per compared token, as all numbers per token.
+        squared: ``r^2`` per token.
+        squared_sequence: square of a sequence's product of all ``r``.
+        training: log-perplexity of a sequence under the actor, ``training_ppl`` its exponential.
+        rollout: log-perplexity of a sequence under the engine, ``rollout_ppl`` its exponential.
+        ppl_ratio: the first perplexity over the second.
+        difference: the first log-perplexity minus the second, ``distance`` its absolute value.
+        log_distance: distance of the log-probs per token.
+        prob_distance: distance of the probabilities per token.
+        probs: the engine's and the actor's probability per token.
     """
 
     log_ratio: Moments
@@ -392,7 +388,7 @@ class RatioMoments(NamedTuple):
         }
 
     def differences(self) -> Statistics:
-        """Compute differences of log-probs and of probabilities, and the correlation of the probabilities.
+        """Compute how log-probs and probabilities differ, and how the probabilities correlate.
 
         ``rollout_actor_probs_pearson_corr`` is missing if the probabilities of one side are constant.
         """

@@ -278,7 +278,7 @@ class _Search:
         return False
 
     def _offers(self, heavy: int, at_once: int) -> Iterator[tuple[np.ndarray, np.ndarray]]:
-        """Items of the other parts, cheapest part first, as arrays of parts and items of about ``at_once`` entries.
+        """Yield arrays of parts and their items, cheapest part first, with about ``at_once`` entries each.
 
         For free sizes every part also offers no item, as item -1. Offers end when the work limit is reached.
         """

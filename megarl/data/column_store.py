@@ -170,7 +170,7 @@ class Columns(Mapping[str, Tensor]):
 
 
 def ragged_columns(rows: Mapping[str, Rows], pads: Mapping[str, float]) -> Columns:
-    """Build the columns of a batch of samples from their rows, with an ``attention_mask`` of all their tokens.
+    """Build the columns of samples from their rows, with an ``attention_mask`` over all tokens.
 
     Args:
         rows: values of each row by declared column; ``prompts`` and ``responses`` too.

@@ -1,4 +1,4 @@
-"""Data sets of prompts: rows of files to batches, the base class over rows, and user code as verl calls it."""
+"""Data sets of prompts, their base class over the rows of files, and user code as verl calls it."""
 
 from __future__ import annotations
 

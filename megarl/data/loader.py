@@ -120,7 +120,7 @@ class StatefulLoader:
 
 
 class PromptQueue:
-    """Takes any number of rows in the order of its loader, over all epochs, and resumes exactly at a saved state."""
+    """Takes any number of rows in its loader's order, over all epochs, and resumes exactly at a state."""
 
     def __init__(self, loader: StatefulLoader) -> None:
         self.loader = loader

@@ -113,7 +113,7 @@ class DataProto:
         return torch.from_numpy(lengths)
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the entries of all rows of a declared column in order, ``[sum of lengths, ...]``.
+        """Return a declared column's entries in row order, ``[sum of lengths, ...]``.
 
         Do not change them in place: they may be a view of the column.
 
@@ -146,7 +146,7 @@ class DataProto:
         return self.with_columns(self.token_columns(tokens).tensors)
 
     def ends(self, name: str) -> Tensor | None:
-        """Return the value at the last entry of each row, ``[b]``, of a column of :meth:`with_ends`; else None."""
+        """Return each row's last value in a column from :meth:`with_ends`, ``[b]``; None for another column."""
         stored = self.tensors.stored[name]
         if not isinstance(stored, RaggedColumn) or not isinstance(stored.values, TerminalValues):
             return None

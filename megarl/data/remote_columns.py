@@ -87,7 +87,7 @@ def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
 def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
     """Return the batch with numbers in place of its tuples of chunks, and these tuples.
 
-    Parts of one batch share the tuples, so a caller can send the references of each tuple once for all of them. A part
+    Parts of one batch share the tuples, so a caller can send each tuple once for all parts. A part
     with rows in few of many chunks has a tuple of its own: its receiver must not read all references.
     """
     tuples: dict[int, ChunkTuple] = {}
@@ -108,7 +108,7 @@ def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
 
 
 def attach_chunks(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
-    """Replace the numbers of a batch of :func:`detach_chunks` or :func:`separate` by tuples of chunks."""
+    """Put tuples of chunks back in place of the numbers from :func:`detach_chunks` or :func:`separate`."""
 
     def attach(places: RowPlaces) -> RowPlaces:
         return places._replace(chunks=tuples[places.chunks]) if isinstance(places.chunks, int) else places

@@ -189,9 +189,8 @@ class PairDataset(RowDataset):
 
     Arguments without an explanation here are those of :class:`megarl.data.RLHFDataset`.
 
-    A sequence equals that of a rollout: the prompt's tokens by the chat template, up to the start of the response, the
-    tokens of the response, and the end-of-sequence token. A reward model is therefore trained on the sequences that it
-    will score.
+    A sequence equals a rollout's: the templated prompt up to the response, the response's tokens, and the
+    end-of-sequence token. A reward model is therefore trained on the sequences that it will score.
 
     Args:
         max_length: longest sequence, in tokens.

@@ -95,7 +95,7 @@ def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
 
 
 def fewest_tokens(tokenizer: PreTrainedTokenizerBase, value: Any) -> int:
-    """Return a lower bound of the tokens of a text, or of all texts in nested values, without tokenizing them."""
+    """Return the fewest tokens that a text, or all texts in nested values, can have, without tokenizing them."""
     size, values = 0, [value]
     while values:
         inner = values.pop()

@@ -283,7 +283,7 @@ class GroupLedger:
 
 
 def check_staleness(trajectories: Sequence[Trajectory], version: int, bound: int) -> None:
-    """Check the weight versions of the tokens of a batch that ``version`` trains against the bound of their staleness.
+    """Check that the tokens of a batch, which ``version`` trains, are within the bound of staleness.
 
     Raises:
         WeightSyncError: a token is newer than ``version``, or staler than the bound.

@@ -278,7 +278,7 @@ class Rollouts:
     def batch_of(
         self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory]
     ) -> tuple[DataProto, Metrics]:
-        """Build a training batch of the trajectories of finished groups, and the metrics of its conversations.
+        """Build a training batch from the trajectories of finished groups; return its conversations' metrics too.
 
         Returns:
             ``n`` adjacent rows per group; the column ``uid`` names the prompt. With ReMax, a row more, for which the

@@ -35,7 +35,7 @@ TimedPhase = Callable[[str], AbstractContextManager[object]]
 def restored_ledger(
     config: TrainConfig, total_steps: int, step: int = 0, state: Mapping[str, Any] = MappingProxyType({})
 ) -> GroupLedger:
-    """Build the ledger of a run, at a checkpoint of ``step`` with :meth:`SampleService.state_dict`, or of a new run.
+    """Build the ledger of a run: new, or resumed after ``step`` from :meth:`SampleService.state_dict`.
 
     Raises:
         CheckpointError, ConfigError: the work in flight does not fit the configuration.

@@ -1,4 +1,4 @@
-"""Random access to the rows of any number of files, checks of data files, and expansion of file patterns."""
+"""Random access to the rows of several files, checks of data files, and expansion of file patterns."""
 
 from __future__ import annotations
 
@@ -84,7 +84,7 @@ def check_files(
     text_columns: Sequence[str] = (),
     source_key: str = "data_source",
 ) -> int:
-    """Check data files at the start of a run: schema, and for JSON the first rows; return the number of rows.
+    """Check the schema of data files, and the first rows of JSON; return the number of all rows.
 
     Args:
         field: configuration key of the files, for messages.
