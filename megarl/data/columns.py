@@ -307,6 +307,16 @@ def pad_right(rows: Sequence[Row], pad: float = 0, dtype: torch.dtype = torch.in
     return _pad(rows, pad, dtype, left=False)
 
 
+def padded_pair(
+    left: Sequence[Row], right: Sequence[Row], names: tuple[str, str] = ("prompts", "responses"), pad: float = 0
+) -> dict[str, Tensor]:
+    """Build two columns by name, the first padded at its left and the second at its right, and ``attention_mask``."""
+    tensors = {names[0]: pad_left(left, pad), names[1]: pad_right(right, pad)}
+    widths = (tensors[name].shape[1] for name in names)
+    tensors["attention_mask"] = attention_mask_of([*map(len, left)], [*map(len, right)], *widths)
+    return tensors
+
+
 def _pad(rows: Sequence[Row], pad: float, dtype: torch.dtype, *, left: bool) -> Tensor:
     width = max(map(len, rows), default=0)
     padded = torch.full((len(rows), width), pad, dtype=dtype)

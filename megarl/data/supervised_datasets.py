@@ -12,7 +12,7 @@ import numpy as np
 import torch
 
 from megarl.base.errors import DataError
-from megarl.data.columns import attention_mask_of, pad_left, pad_right
+from megarl.data.columns import pad_right, padded_pair
 from megarl.data.dataset import RowDataset, Sample, pad_id, require_eos
 from megarl.data.lengths import ConversationLengths, PairLengths, measure_lengths
 from megarl.data.protocol import DataProto
@@ -144,15 +144,8 @@ class SFTDataset(RowDataset):
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate samples to a batch: ``prompts``, ``responses``, ``attention_mask``, and ``response_mask``."""
         prompt_ids, response_ids = ([sample[key] for sample in samples] for key in ("prompt_ids", "response_ids"))
-        pad = pad_id(self.encoder.tokenizer)
-        tensors = {"prompts": pad_left(prompt_ids, pad), "responses": pad_right(response_ids, pad)}
+        tensors = padded_pair(prompt_ids, response_ids, pad=pad_id(self.encoder.tokenizer))
         tensors["response_mask"] = pad_right([sample["response_mask"] for sample in samples])
-        tensors["attention_mask"] = attention_mask_of(
-            [len(ids) for ids in prompt_ids],
-            [len(ids) for ids in response_ids],
-            tensors["prompts"].shape[1],
-            tensors["responses"].shape[1],
-        )
         return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
 
     def _check_lengths(self, workers: int | None) -> None:
@@ -269,10 +262,7 @@ class PairDataset(RowDataset):
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate rows to a batch: ``chosen``, ``rejected``, their ``attention_mask``, and optionally ``margins``."""
         chosen, rejected = ([sample[name] for sample in samples] for name in PAIR_COLUMNS)
-        pad = pad_id(self.encoder.tokenizer)
-        tensors = {"chosen": pad_left(chosen, pad), "rejected": pad_right(rejected, pad)}
-        widths = tensors["chosen"].shape[1], tensors["rejected"].shape[1]
-        tensors["attention_mask"] = attention_mask_of([*map(len, chosen)], [*map(len, rejected)], *widths)
+        tensors = padded_pair(chosen, rejected, ("chosen", "rejected"), pad_id(self.encoder.tokenizer))
         if self.margin_key is not None:
             tensors["margins"] = torch.tensor([sample["margin"] for sample in samples], dtype=torch.float32)
         if self.with_prompt_tokens:
@@ -426,15 +416,13 @@ class LabelledResponses(PairDataset):
         A ``kl_sequence`` is the prompt of its row with the response of another row, :func:`mismatch_shift` rows before.
         """
         prompts, responses = ([sample[key] for sample in samples] for key in ("prompt_ids", "response_ids"))
-        shift, pad = mismatch_shift(prompts), pad_id(self.encoder.tokenizer)
+        shift = mismatch_shift(prompts)
         others = [responses[row - shift] for row in range(len(samples))]
         own = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
         side = "left" if self.truncation == "left" else "right"
         pairs = list(zip(prompts, others, strict=True))
         mismatched = [truncate(prompt + other, self.max_length, side) for prompt, other in pairs]
-        tensors = {KTO_COLUMNS[0]: pad_left(own, pad), KTO_COLUMNS[1]: pad_right(mismatched, pad)}
-        widths = (tensors[name].shape[1] for name in KTO_COLUMNS)
-        tensors["attention_mask"] = attention_mask_of([*map(len, own)], [*map(len, mismatched)], *widths)
+        tensors = padded_pair(own, mismatched, KTO_COLUMNS, pad_id(self.encoder.tokenizer))
         tensors["kto_sequence_prompt_tokens"] = torch.tensor([*map(len, prompts)])
         tensors["kl_sequence_prompt_tokens"] = torch.tensor([self._prompt_tokens(*map(len, pair)) for pair in pairs])
         tensors["desirable"] = torch.tensor([int(sample["desirable"]) for sample in samples])

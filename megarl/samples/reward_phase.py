@@ -17,7 +17,8 @@ from megarl.base.reductions import Metrics, Total
 from megarl.cluster.role_groups import RewardModelGroup
 from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
-from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
+from megarl.data import DataProto, sequence_lengths
+from megarl.data.columns import padded_pair
 from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.data.tokenizers import control_tokens, load_tokenizer
 from megarl.rewards.manager import Failures, NullReward, RewardManager, Scored, with_scores
@@ -178,7 +179,8 @@ class SequenceReader:
             parts = zip(*(batch.unpadded(name) for name in SEQUENCES[:2]), strict=True)
             sequences = [[*prompt.tolist(), *response.tolist()] for prompt, response in parts]
         too_long = sum(len(ids) > self.max_length for ids in sequences)
-        return _sequence_batch([ids[-self.max_length :] for ids in sequences]), too_long
+        kept = [ids[-self.max_length :] for ids in sequences]  # the last token is the response, the others the prompt
+        return DataProto.from_dict(padded_pair([ids[:-1] for ids in kept], [ids[-1:] for ids in kept])), too_long
 
     def _encode(self, batch: DataProto, decoder: PreTrainedTokenizerBase) -> list[list[int]]:
         prompts = batch.non_tensor_batch.get("raw_prompt")
@@ -209,17 +211,6 @@ class RewardModelScorer:
         sequences, truncated = self.reader.read(batch)
         padded, added = sequences.pad_to_divisor(self.multiple)
         return ModelScores(self.workers.compute_rm_score(padded).unpad(added).tensors["rm_scores"], truncated)
-
-
-def _sequence_batch(sequences: Sequence[list[int]]) -> DataProto:
-    """Whole sequences as rows: the last token is the response, the rest the prompt."""
-    tensors = {
-        "prompts": pad_left([ids[:-1] for ids in sequences]),
-        "responses": pad_right([ids[-1:] for ids in sequences]),
-    }
-    lengths = [len(ids) - 1 for ids in sequences]
-    tensors["attention_mask"] = attention_mask_of(lengths, [1] * len(sequences), tensors["prompts"].shape[1], 1)
-    return DataProto.from_dict(tensors)
 
 
 def _check_same_vocabulary(
