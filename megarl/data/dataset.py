@@ -44,19 +44,29 @@ VOCABULARY_ROWS = 8
 class RowDataset(torch.utils.data.Dataset[Sample]):
     """A subset of the rows of files, in file order; see :func:`sample_rows`."""
 
-    def __init__(self, source: Rows, max_samples: int = -1, sample_seed: int | None = None) -> None:
-        self.source = source
+    def __init__(
+        self,
+        source: Rows,
+        reader: PromptReader,
+        encoder: PromptEncoder,
+        truncation: str,
+        max_samples: int = -1,
+        sample_seed: int | None = None,
+    ) -> None:
+        check_truncation(truncation)
+        self.source, self.reader, self.encoder, self.truncation = source, reader, encoder, truncation
+        self.dropped = 0
         self._rows = sample_rows(len(source), max_samples, sample_seed)
 
     def __len__(self) -> int:
         return len(self._rows)
 
-    def check_vocabulary(self, encoder: PromptEncoder, reader: PromptReader) -> None:
+    def check_vocabulary(self) -> None:
         """Check that the tokenizer knows the text of the first prompts; see :class:`PromptEncoder`."""
         rows = self._rows[:VOCABULARY_ROWS].tolist()
         if rows:
-            prompts = [reader.read(self.source[row], self.source.location(row)) for row in rows]
-            encoder.check_vocabulary(prompts, self.source.location(rows[0]))
+            prompts = [self.reader.read(self.source[row], self.source.location(row)) for row in rows]
+            self.encoder.check_vocabulary(prompts, self.source.location(rows[0]))
 
     def rows_of_files(self) -> list[int]:
         """Count the kept rows of each file."""
@@ -177,21 +187,18 @@ class RLHFDataset(RowDataset):
         vocab_size: int | None = None,
         prompt_room: int | None = None,
     ) -> None:
-        check_truncation(truncation)
         self.reward_fn_key = reward_fn_key
         required = (reward_fn_key, "reward_model") if self.scored else ()
         source = Rows(files, prompt_key, required, (), _OPTIONAL, reward_fn_key, cache_dir)
-        super().__init__(source, max_samples, sample_seed)
-        self.reader = PromptReader(prompt_key, system_prompt, tool_schemas or {}, apply_chat_template)
-        self.encoder = PromptEncoder(
+        reader = PromptReader(prompt_key, system_prompt, tool_schemas or {}, apply_chat_template)
+        encoder = PromptEncoder(
             tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_prompt_length
         )
+        super().__init__(source, reader, encoder, truncation, max_samples, sample_seed)
         self.max_prompt_length = max_prompt_length
-        self.truncation = truncation
         self.prompt_room = prompt_room
-        self.dropped = 0
         self._passed_columns = self._select_columns()
-        self.check_vocabulary(self.encoder, self.reader)
+        self.check_vocabulary()
         unchecked = prompt_room is not None or self.encoder.vocabulary.limit is not None
         if filter_overlong_prompts or truncation == "error" or unchecked:
             self._check_lengths(filter_overlong_prompts, workers)

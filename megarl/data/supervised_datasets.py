@@ -22,7 +22,6 @@ from megarl.data.tokenization import (
     PromptEncoder,
     PromptReader,
     ResponseEncoder,
-    check_truncation,
     truncate,
 )
 from megarl.data.tokenizers import cut_middle, measured_tokens
@@ -54,11 +53,8 @@ class SFTDataset(RowDataset):
             message is trained on. None = prompts and responses.
         truncation: treatment of a longer row: ``error``, ``left`` or ``right``.
 
-    Attributes:
-        dropped: always 0; a row that truncation would leave without prompt or response is an error.
-
     Raises:
-        DataError: a file, column or row is malformed, or a row is too long.
+        DataError: a file, column or row is malformed, a row is too long, or truncation leaves no prompt or response.
     """
 
     def __init__(
@@ -79,18 +75,15 @@ class SFTDataset(RowDataset):
         cache_dir: str | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        check_truncation(truncation)
         if truncation == "middle":
             text = "data.truncation=middle would cut prompt and response at their boundary; set left or right"
             raise DataError(text, code="data.truncation-middle")
         require_eos(tokenizer)
         responses = () if messages_key else (response_key,)
         source = Rows(files, messages_key or prompt_key, text_columns=responses, cache_dir=cache_dir)
-        super().__init__(source, max_samples, sample_seed)
-        self.encoder = PromptEncoder(
-            tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length
-        )
-        self.reader = PromptReader(messages_key or prompt_key, system_prompt, template_texts=apply_chat_template)
+        reader = PromptReader(messages_key or prompt_key, system_prompt, template_texts=apply_chat_template)
+        encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length)
+        super().__init__(source, reader, encoder, truncation, max_samples, sample_seed)
         self.responses = ResponseEncoder(tokenizer, response_key, vocab_size, max_length)
         self.conversations = (
             ConversationEncoder(tokenizer, self.reader, max_length, apply_chat_template_kwargs, vocab_size)
@@ -98,9 +91,7 @@ class SFTDataset(RowDataset):
             else None
         )
         self.max_length = max_length
-        self.truncation = truncation
-        self.dropped = 0
-        self.check_vocabulary(self.encoder, self.reader)
+        self.check_vocabulary()
         self._check_lengths(workers)
 
     def __getitem__(self, item: int) -> Sample:
@@ -225,21 +216,17 @@ class PairDataset(RowDataset):
         with_prompt_tokens: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        check_truncation(truncation)
         require_eos(tokenizer)
         numbers = [name for name in (margin_key, self.label_key) if name is not None]
         # for complete conversations, the better ones take the place of the prompts in the check of messages
         source = Rows(files, prompt_key or answer_keys[0], numbers, text_columns=answer_keys, cache_dir=cache_dir)
-        super().__init__(source, max_samples, sample_seed)
-        self.reader = PromptReader(prompt_key or answer_keys[0], system_prompt, template_texts=apply_chat_template)
-        self.encoder = PromptEncoder(
-            tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length
-        )
+        reader = PromptReader(prompt_key or answer_keys[0], system_prompt, template_texts=apply_chat_template)
+        encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length)
+        super().__init__(source, reader, encoder, truncation, max_samples, sample_seed)
         self.max_length = max_length
         self.prompt_key = prompt_key
         self.answer_keys = answer_keys
         self.margin_key = margin_key
-        self.truncation = truncation
         self.with_prompt_tokens = with_prompt_tokens
         self.truncated = self._check_rows()
 
