@@ -35,10 +35,11 @@ Sample = dict[str, Any]
 _OPTIONAL = ("ability", "extra_info", "agent_name")
 RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "finish_reason", "weight_version")
 """Columns that megarl adds to a batch; a file must not contain them."""
-
-
 VOCABULARY_ROWS = 8
 """Prompts in which a tokenizer must know something."""
+RAW_PROMPT = "raw_prompt"
+_PADDED = ("dummy_tensor", "input_ids", "position_ids", "raw_prompt_ids", "full_prompts")
+"""Entries of verl's samples for its padded batches; megarl encodes the messages itself."""
 
 
 class RowDataset(torch.utils.data.Dataset[Sample]):
@@ -270,11 +271,6 @@ def no_room(location: str, tokens: int, room: int) -> DataError:
         f"data.max_prompt_length={room} and data.filter_overlong_prompts=true drop longer prompts",
         code="data.no-response-room",
     )
-
-
-RAW_PROMPT = "raw_prompt"
-_PADDED = ("dummy_tensor", "input_ids", "position_ids", "raw_prompt_ids", "full_prompts")
-"""Entries of verl's samples for its padded batches; megarl encodes the messages itself."""
 
 
 def takes_verls_arguments(kind: type) -> bool:

@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PAIR_COLUMNS = ("chosen", "rejected")
+KTO_COLUMNS = ("kto_sequence", "kl_sequence")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -351,9 +352,6 @@ class PairDataset(RowDataset):
                 self.max_length,
             )
         return truncated
-
-
-KTO_COLUMNS = ("kto_sequence", "kl_sequence")
 
 
 class LabelledResponses(PairDataset):

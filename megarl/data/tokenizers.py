@@ -3,6 +3,8 @@
 A chat template mixes its control tokens with the texts of tools, documents and clients. Before it is rendered,
 :meth:`ControlTokens.hide` replaces the parts of a text that would become control tokens with placeholders. Afterwards
 :meth:`ControlTokens.encode` spells these parts with ordinary tokens. So the text stays whole and imitates no turn.
+
+Bounds follow from the bytes of a text: to tokenize 10 MB takes half a minute and gigabytes of memory.
 """
 
 from __future__ import annotations
@@ -21,6 +23,20 @@ from megarl.base.errors import ModelError
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
+
+
+_LONGEST: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
+MAX_PREFIX_TOKENS = 512
+"""Longest response for which characters per token are found by decoding every prefix, at quadratic cost."""
+_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
+_SENTENCEPIECE_SPACE = "\u2581"
+MARK = "@@megarl-"
+"""Beginning of all marks that this package writes into messages; a text that contains it is hidden too."""
+_HIDDEN = re.compile(rf"{MARK}(?:text|edge):([0-9a-f]*)@@")
+_EDGE = re.compile(rf"{MARK}edge:([0-9a-f]*)@@")
+_BLANK = " \t\r\n\u2581"
+"""Some tokenizers have runs of spaces as added tokens; SentencePiece writes U+2581 for a space."""
+_CHAT = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
 
 
 def open_tokenizer(path: str | Path) -> PreTrainedTokenizerBase:
@@ -84,9 +100,6 @@ def end_token_of(path: str | Path) -> int | None:
     return open_tokenizer(path).eos_token_id if has_tokenizer else None
 
 
-_LONGEST: WeakKeyDictionary[PreTrainedTokenizerBase, int] = WeakKeyDictionary()
-
-
 def longest_token(tokenizer: PreTrainedTokenizerBase) -> int:
     """Return an upper bound of the bytes of one token: a text of more bytes has more tokens."""
     if tokenizer not in _LONGEST:
@@ -124,19 +137,6 @@ def cut_middle(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> st
     """
     half = tokens // 2 * longest_token(tokenizer)
     return text if len(text) <= 2 * half else text[:half] + text[len(text) - half :]
-
-
-MAX_PREFIX_TOKENS = 512
-"""Longest response for which characters per token are found by decoding every prefix, at quadratic cost."""
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SENTENCEPIECE_SPACE = "\u2581"
-MARK = "@@megarl-"
-"""Beginning of all marks that this package writes into messages; a text that contains it is hidden too."""
-_HIDDEN = re.compile(rf"{MARK}(?:text|edge):([0-9a-f]*)@@")
-_EDGE = re.compile(rf"{MARK}edge:([0-9a-f]*)@@")
-_BLANK = " \t\r\n\u2581"
-"""Some tokenizers have runs of spaces as added tokens; SentencePiece writes U+2581 for a space."""
-_CHAT = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
 
 
 @lru_cache(maxsize=16)
