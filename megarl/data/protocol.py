@@ -13,8 +13,8 @@ from torch import Tensor
 
 from megarl.base.errors import DataError
 from megarl.data.column_store import Columns, PackedColumns, StoredColumn, join_rows, merge_mappings, require_same_keys
-from megarl.data.columns import COLUMNS, Alignment, column_widths
-from megarl.data.ragged import RaggedColumn, Regions, TerminalValues, dtype_name, regions_of, row_starts
+from megarl.data.columns import COLUMNS, Alignment, Spans, column_widths
+from megarl.data.ragged import RaggedColumn, TerminalValues, dtype_name, regions_of, row_starts
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -109,7 +109,7 @@ class DataProto:
 
     def row_lengths(self, name: str) -> Tensor:
         """Count the entries of each row of a declared column, ``[b]`` int64; reads no values."""
-        lengths, _ = self._regions(name)[self._alignment(name)]
+        lengths, _ = regions_of(self._spans(name))[self._alignment(name)]
         return torch.from_numpy(lengths)
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
@@ -125,14 +125,13 @@ class DataProto:
         Raises:
             DataError: the batch has no ``attention_mask``, or one with holes.
         """
-        stored, alignment = self.tensors.stored[name], self._alignment(name)
-        lengths, starts = self._regions(name)[alignment]
+        spans, stored, alignment = self._spans(name), self.tensors.stored[name], self._alignment(name)
+        lengths, starts = regions_of(spans)[alignment]
         if isinstance(stored, RaggedColumn):
             if np.array_equal(stored.lengths, lengths):
                 return stored.flat(dtype)
             stored = stored.padded()
-        assert self.tensors.spans is not None
-        begins = row_starts(alignment, self.tensors.spans.prompt_width, lengths, starts)
+        begins = row_starts(alignment, spans.prompt_width, lengths, starts)
         ends = (begins + lengths).tolist()
         rows = [row[start:end] for row, start, end in zip(stored, begins.tolist(), ends, strict=True)]
         return torch.cat(rows).to(dtype) if rows else stored.new_empty((0, *stored.shape[2:]), dtype=dtype)
@@ -184,22 +183,20 @@ class DataProto:
         stored = self.tensors.stored[name]
         return stored.alignment if isinstance(stored, RaggedColumn) else COLUMNS[name].alignment
 
-    def _regions(self, name: str) -> Regions:
+    def _spans(self, name: str) -> Spans:
         if self.tensors.spans is None:
             text = f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self.tensors)}"
             raise DataError(text, code="batch.missing-column")
-        return regions_of(self.tensors.spans)
+        return self.tensors.spans
 
     def _region(self, name: str) -> tuple[np.ndarray, np.ndarray | None, int]:
         """Return lengths, starts and width that a new column has; see :class:`RaggedColumn`."""
-        alignment, regions = COLUMNS[name].alignment, self._regions(name)
-        lengths, starts = regions[alignment]
+        alignment, spans = COLUMNS[name].alignment, self._spans(name)
+        lengths, starts = regions_of(spans)[alignment]
         for ragged in self.tensors.ragged.values():
             if ragged.alignment == alignment and np.array_equal(ragged.lengths, lengths):
                 lengths = ragged.lengths  # columns that share an array are sent with one
                 break
-        spans = self.tensors.spans
-        assert spans is not None
         widths = {"prompt": spans.prompt_width, "response": spans.response_width}
         return lengths, starts, widths.get(alignment, sum(widths.values()))
 
