@@ -230,7 +230,7 @@ class AgentRunner:
         self._loop.run(self._abort(names))
 
     def take_reward_counts(self) -> RunCounts:
-        """Return retries and replaced processes of the rewards of all samples since the last call."""
+        """Return the rewards' retries and replaced processes since the last call."""
         counts = [scorer.take_counts() for scorer in set(self._scorers.values())]
         return functools.reduce(RunCounts.plus, counts, RunCounts())
 

@@ -68,7 +68,7 @@ class PackedSamples:
 
 
 def _ragged(rows: Sequence[Integers | Sequence[float]], dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """Values of all rows, and the end of each row in them."""
+    """Join the rows' values; return them and each row's end."""
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
     return np.fromiter(itertools.chain.from_iterable(rows), dtype, int(ends[-1]) if rows else 0), ends
 

@@ -118,7 +118,7 @@ class RouteRecord:
 
     The experts of a token depend on the tokens before it only. So they are known for every trajectory that begins like
     a context with its response, whatever the agent loop did with it. A token keeps the experts of the turn that
-    computed it first: a later turn, maybe under other weights, requests those of new tokens only.
+    computed it first: a later turn, maybe under other weights, requests only new tokens' experts.
     """
 
     def __init__(self, generate: GenerateWithRoutes) -> None:
@@ -141,7 +141,7 @@ class RouteRecord:
     def add_to(self, trajectory: Trajectory) -> Trajectory:
         """Return the trajectory with the experts of its tokens.
 
-        It fails if those of a token before a generated one are unknown.
+        It fails if a token before a generated one has unknown experts.
         """
         tokens = np.concatenate(
             [np.asarray(part, np.int64) for part in (trajectory.prompt_ids, trajectory.response_ids)]

@@ -267,7 +267,7 @@ class ConversationService(Protocol):
         """End conversations without a result; unknown ones are ignored."""
 
     def take_reward_counts(self) -> RunCounts:
-        """Return retries and replaced processes of the rewards of all samples since the last call."""
+        """Return the rewards' retries and replaced processes since the last call."""
 
     def take_stats(self) -> RouterStats:
         """Return the statistics since the last call or since :meth:`open`; conversations go on."""

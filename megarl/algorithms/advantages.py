@@ -309,7 +309,7 @@ def _backward_sums(values: Tensor, counts: Tensor, factor: float) -> Tensor:
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, lengths: Tensor | None = None) -> Tensor:
     """Compute discounted returns ``G_t = r_t + gamma * G_{t+1}`` over the tokens of the mask, 0 outside.
 
-    Arguments and forms are those of :func:`generalized_advantages`.
+    See :func:`generalized_advantages` for arguments and forms.
     """
     return generalized_advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0, lengths)[0]
 

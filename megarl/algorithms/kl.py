@@ -59,7 +59,7 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     - ``mse``, ``k2``: ``d^2 / 2``, low variance, biased.
     - ``low_var_kl``, ``k3``: ``exp(-d) - 1 + d``, unbiased, never negative; clamped to 10, its exponent to 20.
 
-    As a loss, only k2 has the gradient of this KL. The gradient of k1 has mean 0; the gradient of k3 is that of the
+    As a loss, only k2 has the gradient of this KL. The gradient of k1 has mean 0; k3 has the gradient of the
     reverse KL. A "+" after any name (``k1+``, ``abs+``, ``k3+``, ...) keeps the value and uses k2's gradient.
 
     Args:

@@ -1,6 +1,6 @@
 """Masked statistics: moments that merge, and reductions per sequence of rectangles and packed tokens.
 
-Packed tokens are those of all sequences in order, without padding; ``lengths [b]`` counts the tokens of each sequence.
+Packed tokens are all sequences' tokens in order, without padding; ``lengths [b]`` counts the tokens of each sequence.
 A function with an argument ``lengths`` accepts both forms: rectangles with ``lengths=None``. A rectangle is packed
 tokens of sequences of equal length, so :func:`flat_tokens` converts it without a copy.
 
@@ -44,7 +44,7 @@ def masked_whiten(values: Tensor, mask: Tensor, moments: Moments | None = None) 
 
     Args:
         mask: 0 or 1, in the shape of ``values``.
-        moments: of the entries of all processes; None = of these entries.
+        moments: over all processes; None = of these entries.
     """
     kept = mask.bool()
     entries = select_tokens(values, kept)
@@ -123,7 +123,7 @@ def sequence_starts(lengths: Tensor) -> Tensor:
 
 
 def kept_before(kept: Tensor, lengths: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the token of the mask before each of the given tokens.
+    """Find the kept token before each of ``tokens``.
 
     Args:
         kept: ``[n]`` bool, mask over packed tokens.
@@ -181,7 +181,7 @@ class Moments:
 
     @classmethod
     def of(cls, values: Tensor) -> Moments:
-        """Compute the moments of all entries of a tensor."""
+        """Compute the moments of a tensor's entries."""
         if not values.numel():
             return cls()
         doubles = values.detach().double()

@@ -337,7 +337,7 @@ def token_weights(
     lengths: Tensor | None = None,
     horizon: int | None = None,
 ) -> Tensor:
-    """Compute the weight of each token's loss in the loss of the whole mini-batch; 0 outside the mask.
+    """Compute each token's weight in the mini-batch's loss; 0 outside the mask.
 
     - ``token-mean``: mean over all trained tokens (Yu et al. 2025, arXiv:2503.14476).
     - ``token-sum``: sum over all trained tokens, so that a step grows with the mini-batch.

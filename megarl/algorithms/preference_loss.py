@@ -54,7 +54,7 @@ class PreferenceInputs:
     options: PreferenceLossOptions = field(kw_only=True)
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """Return ``log p(y) - log q(y)`` of the chosen and of the rejected responses.
+        """Return ``log p(y) - log q(y)`` of chosen and rejected responses.
 
         Raises:
             ValueError: there are no log-probs of a reference.
@@ -94,7 +94,7 @@ def slic_hinge(inputs: PreferenceInputs) -> TokenLoss:
 def ipo(inputs: PreferenceInputs) -> TokenLoss:
     """Identity preference optimization: ``(h - 1 / (2 b))^2``, with ``h`` of log-ratios averaged over the tokens.
 
-    Azar et al. 2023 (arXiv:2310.12036), equation 17. The average over tokens is that of the authors' recommendation to
+    Azar et al. 2023 (arXiv:2310.12036), equation 17. The average over tokens follows the authors' recommendation to
     TRL: the target ``1 / (2 b)`` then does not depend on the lengths.
     """
     beta = inputs.options.beta
@@ -141,7 +141,7 @@ def kto_kl(log_ratios: Tensor) -> float:
     Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1: ``z_0 = max(0, mean(log p(y'|x) - log q(y'|x)))``.
 
     Args:
-        log_ratios: ``[n]``, of the mismatched pairs of prompt and response of a whole step.
+        log_ratios: ``[n]``, over a step's mismatched pairs of prompt and response.
     """
     return max(0.0, log_ratios.double().mean().item())
 

@@ -89,7 +89,7 @@ def whiten_rewards(rewards: Tensor, response_mask: Tensor, moments: Moments | No
 
     Args:
         rewards: on the mask, see :func:`on_trained_tokens`.
-        moments: of the rewards of all processes; None = of these rewards.
+        moments: over all processes; None = of these rewards.
     """
     kept = response_mask.bool()
     moments = Moments.of(rewards[kept]) if moments is None else moments

@@ -10,7 +10,7 @@ Masks: ``trained`` marks trained tokens, ``compared`` the trained tokens that th
 trained on, but the engine has no log-prob for it: it takes part in no ratio, and its weight in a token-level correction
 is 1.
 
-Stale tokens have three policies: the behaviour policy sampled them, the proximal policy is that of the last weight
+Stale tokens have three policies: the behaviour policy sampled them, the proximal policy has the weights of the last
 sync, and the current policy is trained (Fu et al. 2025, arXiv:2505.24298, section 5.2). Decoupled PPO clips the ratio
 about the proximal policy and weighs it by ``p_proximal / p_behaviour``. AReaL's ``prox_logp_method=loglinear``
 estimates the proximal log-probs from the other two and the versions of the weights, without a forward pass.
@@ -158,7 +158,7 @@ def importance_weights(
     mean: float = 1.0,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, WeightMoments]:
-    """Compute the importance weight of each token's policy loss, with moments of the weights.
+    """Compute each token's importance weight, and the weights' moments.
 
     Args:
         level: ``token``: ``r`` of the token; ``sequence``: the product of all ``r`` of its sequence.
@@ -178,7 +178,7 @@ def importance_weights(
 
 
 def truncated(weights: Tensor, bounds: Truncation) -> Tensor:
-    """Clamp weights to the upper bound, or set those outside of two bounds to 0."""
+    """Clamp weights to the upper bound, or zero all outside of two bounds."""
     if bounds.lower is None:
         return weights.clamp(max=bounds.upper)
     return torch.where((weights >= bounds.lower) & (weights <= bounds.upper), weights, 0.0)
@@ -243,7 +243,7 @@ class RejectionCounts(NamedTuple):
         return cls(*[*counts, by_rule])
 
     def statistics(self) -> Statistics:
-        """Compute the rejected fractions of the tokens, of the sequences, and of the tokens by each rule."""
+        """Compute the rejected fractions: of tokens, of sequences, and of tokens by rule."""
         tokens, sequences = max(self.tokens, 1), max(self.sequences, 1)
         by_rule = {f"rollout_rs_{option}_masked_fraction": count / tokens for option, count in self.by_rule.items()}
         return {
@@ -332,7 +332,7 @@ class RatioMoments(NamedTuple):
     def of(cls, old: Tensor, rollout: Tensor, compared: Tensor, lengths: Tensor | None = None) -> RatioMoments:
         """Compute the moments of the actor's and the engine's log-probs, ``[b, R]`` each.
 
-        Perplexities are those of sequences with a compared token.
+        Sequences without a compared token have no perplexity.
         """
         mask = compared.bool()
         rows = have_tokens(mask, lengths)

@@ -221,7 +221,7 @@ def local_search(costs: np.ndarray, parts: Parts, *, fixed_sizes: bool, capacity
 
 
 def makespan_lower_bound(costs: np.ndarray, k: int, *, fixed_sizes: bool) -> float:
-    """Lower bound of the cost of the most expensive of ``k`` parts (makespan); not always attainable.
+    """Bound the makespan, the cost of the most expensive of ``k`` parts, from below; not always attainable.
 
     The bound is the mean of the parts or the most expensive item. With ``fixed_sizes`` all parts have ``c`` items. Then
     two of the ``j`` most expensive items share a part, or they are in ``j`` parts that also contain at least the
@@ -257,7 +257,7 @@ class _Search:
     def improve(self) -> bool:
         """Make the best exchange of the most expensive part with the cheapest parts; return False if none helps.
 
-        The best exchange minimizes the cost of the more expensive of the two parts.
+        The best exchange leaves the more expensive of both parts cheapest.
         """
         heavy = int(np.argmax(self.sums))
         given = _sample(self.parts[heavy])

@@ -7,7 +7,7 @@ responses`` is one contiguous sequence per row:
     attention_mask 0 0 1 1 1   1 1 0 0
 
 Only declared columns are stored without padding and can be concatenated at different widths. An undeclared column is
-stored as it is. ``b`` is the number of rows, ``P`` the width of the prompts, ``R`` the width of the responses.
+stored as it is. ``b`` is the number of rows, ``P`` the prompt width, ``R`` the response width.
 """
 
 from __future__ import annotations
@@ -246,7 +246,7 @@ class Spans(NamedTuple):
     response_lengths: Tensor
 
     def mask(self, alignment: Alignment) -> Tensor:
-        """Mask of the unpadded entries of a column: ``[b, P]``, ``[b, R]`` or ``[b, P+R]`` by alignment."""
+        """Mask a column's unpadded entries: ``[b, P]``, ``[b, R]`` or ``[b, P+R]`` by alignment."""
         parts = []
         if alignment in ("prompt", "sequence"):
             columns = torch.arange(self.prompt_width)

@@ -62,7 +62,7 @@ class PairLengths:
         return f"{self.prompts.identity}|responses|{self.responses.key}"
 
     def __call__(self, rows: Rows, start: int, stop: int) -> list[tuple[int, int]]:
-        """Count the tokens of each prompt and of its response."""
+        """Count each prompt's and response's tokens."""
         locations = [rows.location(row) for row in range(start, stop)]
         responses = self.responses.encode(rows.slice([self.responses.key], start, stop), locations)
         prompts = self.prompts(rows, start, stop)

@@ -199,7 +199,7 @@ def check_enough_rows(rows: int, batch_size: int, drop_last: bool) -> None:
 
 @dataclass(frozen=True)
 class MixtureSchedule:
-    """The weight of a data set as a function of the step: linear between points, constant outside.
+    """A data set's weight as a function of the step: linear between points, constant outside.
 
     Attributes:
         points: ``(step, weight)`` in ascending order of steps; steps are counted from 1.
@@ -281,7 +281,7 @@ class MixtureOrder(RowOrder):
             yield self._next_batch()
 
     def shares(self, step: int) -> list[float]:
-        """Share of each set in the rows of a step; raise DataError if none has a weight."""
+        """Return each set's share of a step's rows; raise DataError if none has a weight."""
         weights = [data_set.weight.at(step) for data_set in self.sets]
         total = sum(weights)
         if total <= 0:

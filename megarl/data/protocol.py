@@ -104,11 +104,11 @@ class DataProto:
         return cls(tensors, objects, dict(meta_info or {}))
 
     def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return the entries of each row of a declared column, each ``[length, ...]``; see :meth:`packed`."""
+        """Return a declared column's entries by row, each ``[length, ...]``; see :meth:`packed`."""
         return list(self.packed(name, dtype).split(self.row_lengths(name).tolist()))
 
     def row_lengths(self, name: str) -> Tensor:
-        """Count the entries of each row of a declared column, ``[b]`` int64; reads no values."""
+        """Count a declared column's entries by row, ``[b]`` int64; reads no values."""
         lengths, _ = regions_of(self._spans(name))[self._alignment(name)]
         return torch.from_numpy(lengths)
 
@@ -120,7 +120,7 @@ class DataProto:
         Response-aligned columns have the lengths of ``sequence_lengths(batch)[1]``.
 
         Args:
-            dtype: of the result; None = that of the column.
+            dtype: of the result; None = the column's.
 
         Raises:
             DataError: the batch has no ``attention_mask``, or one with holes.
@@ -169,7 +169,7 @@ class DataProto:
         return self.with_columns(Columns(columns))
 
     def token_columns(self, tokens: Mapping[str, Tensor]) -> DataProto:
-        """Build a batch of the columns that :meth:`with_packed` would add, without those of this batch."""
+        """Build a batch from only the columns that :meth:`with_packed` would add."""
         columns: dict[str, StoredColumn] = {}
         for name, values in tokens.items():
             lengths, starts, width = self._region(name)
@@ -251,7 +251,7 @@ class DataProto:
         return self._same_rows(DataProto(columns, dict(objects), dict(meta)))
 
     def present(self, names: Sequence[str]) -> DataProto:
-        """Select columns of both kinds, those that the batch has; metadata is kept."""
+        """Select columns of both kinds, if the batch has them; metadata is kept."""
         kinds = (self.tensors.stored, self.non_tensor_batch)
         return self.select(*([name for name in names if name in kind] for kind in kinds))
 

@@ -40,7 +40,7 @@ ChunkTuple = tuple[ChunkReference, ...]
 
 
 def fetch_chunks(references: Sequence[ChunkReference]) -> dict[ChunkReference, Chunk]:
-    """Read chunks, those of one store at once."""
+    """Read chunks, one call per store."""
     kinds = {type(reference) for reference in references}
     chunks: dict[ChunkReference, Chunk] = {}
     for kind in kinds:
@@ -165,7 +165,7 @@ class TerminalValues(NamedTuple):
 
 
 class RowValues(NamedTuple):
-    """Values of each row in an array of its own, as samples arrive.
+    """Each row's values in a separate array, as samples arrive.
 
     They are joined when the column is read or written to a chunk.
 
@@ -189,7 +189,7 @@ class RaggedColumn(NamedTuple):
         lengths: ``[b]`` entries per row.
         starts: ``[b]`` position of a row's first entry in the padded tensor; None = it follows from the alignment.
         width: width of the padded tensor.
-        dtype: name of the torch dtype of the padded tensor, such as ``int64``.
+        dtype: name of the padded tensor's torch dtype, such as ``int64``.
         alignment: ``prompt``, ``response`` or ``sequence``.
         pad: value in the padding; None = there was no padding, and ``default_pad`` applies.
         default_pad: padding value of the column's declaration.
@@ -275,7 +275,7 @@ class RaggedColumn(NamedTuple):
         return self._replace(values=self.array()) if remote or isinstance(self.values, RowValues) else self
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values of all rows in a dtype, by default that of the padded tensor; possibly a view."""
+        """Return all rows' values in a dtype, by default the padded tensor's; possibly a view."""
         dtype = self.torch_dtype if dtype is None else dtype
         array = self.array()
         if array is None:
@@ -439,7 +439,7 @@ def _number(value: Any, dtype: torch.dtype) -> float:
 
 
 def writeable(array: np.ndarray) -> np.ndarray:
-    """Copy an array that is read-only, as those out of shared memory are."""
+    """Copy an array that is read-only, as arrays out of shared memory are."""
     return array if array.flags.writeable else array.copy()
 
 

@@ -184,7 +184,7 @@ class RowMap(Protocol):
         """Run a function on the parts of a batch.
 
         Args:
-            columns: those that the function reads, tensors and others; absent ones are left out.
+            columns: what the function reads, tensors and others; absent ones are left out.
             group_by: non-tensor column; rows with equal values are in one part, such as the responses to one prompt.
                 None: each part is any rows.
 
@@ -203,10 +203,10 @@ def map_in_process(
 
 
 def with_tokens(batch: DataProto, result: DataProto) -> DataProto:
-    """Return the batch with the token columns of the result of a row function, added or replaced."""
+    """Return the batch with a row function's token columns, added or replaced."""
     return batch.with_columns(token_part(result).tensors)
 
 
 def token_part(result: DataProto) -> DataProto:
-    """Select the token columns of the result of a row function."""
+    """Select the token columns of a row function's result."""
     return result.select([name for name in result.tensors if name in COLUMNS])

@@ -44,8 +44,8 @@ class SFTDataset(RowDataset):
     A response is the tokens of its text and the end-of-sequence token. A response with text of others (tool or search
     results) is a list of pieces ``{role, content}``, concatenated without a template. Pieces of the ``assistant`` are
     trained on, other pieces are context (``response_mask`` 0). Pieces are tokenized one by one, as in a rollout.
-    Truncation cuts the complete sequence, at its left (the oldest part of the prompt) or its right (the end of the
-    response). It refuses whole conversations that are several times too long by their length.
+    Truncation cuts the complete sequence at its left (the prompt's start) or its right (the response's end). It refuses
+    whole conversations that are several times too long by their length.
 
     Args:
         max_length: longest prompt plus response, in tokens.
@@ -187,7 +187,7 @@ class PairDataset(RowDataset):
         with_prompt_tokens: also return the number of prompt tokens of each sequence, for losses on the responses.
 
     Attributes:
-        names: names of the sequences of a row, one per answer column.
+        names: names of a row's sequences, one per answer column.
         label_key: column of labels; None = no labels.
         truncated: number of truncated sequences.
 
@@ -362,7 +362,7 @@ class LabelledResponses(PairDataset):
 
     Args:
         label_key: column of labels, true or 1 = desirable, false or 0 = undesirable; None = the rows are pairs.
-        answer_keys: the column of the labelled response, or the columns of the better and the worse response.
+        answer_keys: the labelled response's column, or the columns of the better and the worse response.
 
     Raises:
         DataError: a label is neither true nor false; see :class:`PairDataset` for the other errors.

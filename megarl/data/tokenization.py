@@ -410,7 +410,7 @@ class EncodedConversation(NamedTuple):
 class ConversationEncoder:
     """Tokenizes conversations by the chat template; trains on assistant messages with their closing tokens.
 
-    The tokens before an assistant message are those of a generation prompt, and are not trained. No token extends
+    The tokens before an assistant message equal a generation prompt's, and are not trained. No token extends
     over the end of one: a message that begins with a line break is encoded as the policy would write it. Each turn must
     be rendered in the same way whether or not others follow; a template that changes earlier turns is an error.
 

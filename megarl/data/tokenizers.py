@@ -132,8 +132,8 @@ def measured_tokens(limit: int) -> int:
 def cut_middle(tokenizer: PreTrainedTokenizerBase, text: str, tokens: int) -> str:
     """Cut the middle out of a text that has more than ``tokens`` tokens by its length.
 
-    The result still has ``tokens`` tokens or more, half of them before the cut and half after it. They equal those of
-    the text, except a few next to the cut. A tokenizer that does not split texts into words may differ further.
+    The result still has ``tokens`` tokens or more, half of them before the cut and half after it. They equal the text's
+    tokens, except a few next to the cut. A tokenizer that does not split texts into words may differ further.
     """
     half = tokens // 2 * longest_token(tokenizer)
     return text if len(text) <= 2 * half else text[:half] + text[len(text) - half :]
@@ -223,7 +223,7 @@ class ControlTokens:
         ]
 
     def spelled_sizes(self, ids: Sequence[int]) -> list[int]:
-        """Count the ordinary tokens of each token of an external text: 1, more for a control token."""
+        """Count how many ordinary tokens spell each token of an external text: 1, more for a control token."""
         spelled = {n: len(self._spell(self.tokenizer.convert_ids_to_tokens(n))) for n in self._ids.intersection(ids)}
         return [spelled.get(number, 1) for number in ids]
 

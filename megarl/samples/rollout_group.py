@@ -36,7 +36,7 @@ def rollout_group(
     Elastic replicas whose devices are not reserved yet are absent.
 
     Args:
-        hybrid: number of further replicas, on the devices after those of ``rollout.own_devices``.
+        hybrid: number of further replicas, on the devices after ``rollout.own_devices``.
         eos_token_ids: see :class:`~megarl.workers.settings.RolloutSettings`.
 
     Raises:

@@ -249,7 +249,7 @@ class Rollouts:
 
     @property
     def _training_params(self) -> list[SamplingParams]:
-        """Sampling parameters of each sample of a training group; the greedy baseline is the last."""
+        """Sampling parameters by sample of a training group; the greedy baseline is the last."""
         assert isinstance(self.rollout, TrainingRolloutConfig), "a job without training samples"
         params = SamplingParams.of(self.rollout, self.config.data.max_response_length)
         greedy = [dataclasses.replace(params, temperature=0.0)] * self.with_baseline
@@ -293,7 +293,7 @@ class Rollouts:
         return batch, trajectory_metrics(trajectories)
 
     def _receive(self, wait_s: float) -> None:
-        """Sort finished samples into those of training and of validation."""
+        """Sort finished samples into training and validation."""
         try:
             ended = self.runners.finished(wait_s)
         except Exception:

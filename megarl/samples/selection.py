@@ -29,7 +29,7 @@ class ScoredGroups(NamedTuple):
         numbers: of the groups, in the order of their rows.
         rows: their samples, without ReMax's baselines.
         varied: numbers of the groups whose samples differ in ``filter_groups.metric``; all without dynamic sampling.
-        tokens: generated tokens, those of the baselines included.
+        tokens: generated tokens, with the baselines'.
         metrics: of conversations and rewards.
         failures: rows without a score.
     """
@@ -157,7 +157,7 @@ def parts_of(
 def split_baselines(batch: DataProto) -> tuple[DataProto, Metrics]:
     """Drop the greedy ReMax samples and keep their scores as the column ``reward_baselines``.
 
-    If the greedy sample of a prompt has no score, the other samples of the prompt are masked.
+    If a prompt's greedy sample has no score, its other samples are masked.
 
     Returns:
         The other samples, and the metrics ``reward_baselines/{mean,failed}``.

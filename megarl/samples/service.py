@@ -256,7 +256,7 @@ class SampleService:
         """Let the groups beyond the batch start again with the next weights; return their number.
 
         Args:
-            dropped: those that were dropped; how many have ended depends on time.
+            dropped: dropped groups; how many have ended depends on time.
         """
         if not self.ledger.rule.surplus:
             return 0

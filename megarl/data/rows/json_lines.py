@@ -27,7 +27,7 @@ class LineIndex(NamedTuple):
 
     Attributes:
         starts: start byte of each line with a row, and the end of the last line.
-        columns: names of the columns of all rows, in order of appearance.
+        columns: all column names, in order of appearance.
     """
 
     starts: np.ndarray
@@ -127,7 +127,7 @@ def json_source(path: str, cache: Cache | None) -> JsonLinesSource:
 
 
 def check_json_sample(path: str, schema: RowSchema) -> int:
-    """Check the first rows of a JSON file, and return the number of all rows without parsing them.
+    """Check the first rows of a JSON file; count all rows without parsing them.
 
     Raises:
         DataError: one of the first rows is malformed, or a required column is missing in all of them.

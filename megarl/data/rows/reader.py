@@ -61,7 +61,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _checked(path: str, named: str) -> str:
-    """Return the path of a file or of a folder of Hugging Face ``datasets``; raise DataError for any other path."""
+    """Return a path to a file or a Hugging Face ``datasets`` folder; raise DataError for any other path."""
     target = Path(path)
     if target.is_file():
         return path
@@ -137,7 +137,7 @@ class Rows:
         cache_dir: folder for converted files, see :class:`megarl.data.rows.cache.Cache`.
 
     Attributes:
-        columns: names of the columns of all files, and the optional columns.
+        columns: names of all files' columns, and the optional columns.
 
     Raises:
         DataError: a file or column is missing or malformed, a value is null, a prompt has no message, or there are no
@@ -195,7 +195,7 @@ class Rows:
 
     @property
     def identity(self) -> str:
-        """Fingerprint of the content of all files."""
+        """Fingerprint of all files' content."""
         return "||".join(source.identity for source in self._sources)
 
     def rows_of_files(self) -> list[int]:
