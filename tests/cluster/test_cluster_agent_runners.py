@@ -179,11 +179,8 @@ def test_turns_of_unfinished_conversations_are_stored(runners, replica):
     part = Completion("r", [1, 2], [-0.5, -0.5], "abort", 1)
     whole = replace(part, token_ids=[9, 9, 9], log_probs=[-0.5] * 3, finish_reason="stop")
     contexts = [context_digest([3, 0], seed) for seed in (0, 1)]
-    planned = [
-        replace(sample, turns=[StoredTurn.of(context, turn)])
-        for sample, context, turn in zip(groups[0].samples, contexts, (whole, part), strict=True)
-    ]
-    service.submit([replace(groups[0], number=9, samples=planned)])
+    turns = [[StoredTurn.of(context, turn)] for context, turn in zip(contexts, (whole, part), strict=True)]
+    service.submit([replace(groups[0], number=9, turns=dict(enumerate(turns)))])
     samples: dict[SampleId, list[int]] = {}
     while len(samples) < 2:
         samples |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0).items()}
