@@ -45,13 +45,12 @@ from megarl.agents import AgentLoop, AgentTask, Conversation, ConversationLimits
 from megarl.agents.endpoint import ChatFormat, Endpoint, EndpointAddress, ExternalRequestLimits  # noqa: E402
 from megarl.agents.event_loop import EventLoopThread  # noqa: E402
 from megarl.agents.external_agent import ExternalAgent  # noqa: E402
-from megarl.agents.loop import turn_seed  # noqa: E402
+from megarl.agents.loop import SingleTurnLoop, turn_seed  # noqa: E402
 from megarl.agents.retrieval_client import RetrievalClient, RetrievalOptions  # noqa: E402
 from megarl.agents.search_agent import SearchLoop  # noqa: E402
-from megarl.agents.single_turn import SingleTurnLoop  # noqa: E402
 from megarl.agents.tool_agent import ToolLoop  # noqa: E402
 from megarl.agents.tools import PARSERS, Tool, ToolEntry  # noqa: E402
-from megarl.agents.types import ConversationGroup, PlannedSample  # noqa: E402
+from megarl.agents.types import ConversationGroup  # noqa: E402
 from megarl.cluster.agent_runners import (  # noqa: E402
     AgentRunners,
     ReplicaProcess,
@@ -63,7 +62,7 @@ from megarl.cluster.session import RaySession  # noqa: E402
 from megarl.cluster.worker_group import WorkerGroup  # noqa: E402
 from megarl.config import GenerateConfig  # noqa: E402
 from megarl.config.build import build  # noqa: E402
-from megarl.data.tokenizer_folder import load_tokenizer  # noqa: E402
+from megarl.data.tokenizers import load_tokenizer  # noqa: E402
 from megarl.models import ParallelLayout  # noqa: E402
 from megarl.rollout import Completion, Request, SamplingParams  # noqa: E402
 from megarl.rollout.serving import EngineServer  # noqa: E402
@@ -294,7 +293,8 @@ def measure_runners(conversations: int, runners: int, folder: Path) -> None:
             number=number,
             messages=(),
             prompt_ids=np.arange(64, dtype=np.int32),
-            samples=[PlannedSample(0, SamplingParams(LENGTHS[1]), 7919 * number)],
+            params=[SamplingParams(LENGTHS[1])],
+            seeds=[7919 * number],
             key=str(number),
             agent_name=f"{__file__}:FourTurns",
         )
@@ -330,7 +330,7 @@ def lead(service: AgentRunners, replicas: Mapping[int, ReplicaProcess], groups: 
     waiting = len(groups)
     while waiting:
         samples = service.finished(1.0)
-        assert not any(sample.trajectory.error for sample in samples)
+        assert not any(trajectory.error for trajectory in samples.values())
         waiting -= len(samples)
     service.close()
 

@@ -45,8 +45,7 @@ from pathlib import Path
 import numpy as np
 from machine import benchmark_parser, parse_sizes, processor
 
-from megarl.agents.loop import Transcript
-from megarl.agents.single_turn import SingleTurnLoop
+from megarl.agents.loop import SingleTurnLoop, Transcript
 from megarl.agents.types import Conversation, Generate, Trajectory
 from megarl.base.formatting import table_lines
 from megarl.tracking import read_metrics

@@ -28,7 +28,7 @@ import torch
 from machine import benchmark_parser, parse_sizes
 
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
-from megarl.agents.types import FinishedSample, SampleId, Trajectory
+from megarl.agents.types import SampleId, Trajectory
 from megarl.base.allocators import keep_freed_memory
 from megarl.cluster import stored_chunks
 from megarl.cluster.fork_server import fork_server
@@ -38,7 +38,8 @@ from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto, token_counts
 from megarl.data.column_store import ragged_columns
-from megarl.data.remote import Chunk
+from megarl.data.columns import column_widths
+from megarl.data.ragged import Chunk
 from megarl.models import ParallelLayout
 from megarl.rewards import RewardManager, in_driver
 from megarl.rewards.outcome import Outcome
@@ -105,14 +106,14 @@ class SampleSource:
     @verb(Dispatch.ALL)
     def draw(self, samples: int, longest: int, mean: int, seed: int) -> None:
         """Draw the samples of a step, and pack them into reports."""
-        rows, finished = samples_rows(samples, longest, mean, seed), []
+        rows, finished = samples_rows(samples, longest, mean, seed), list[tuple[SampleId, Trajectory]]()
         for row, (prompt, response) in enumerate(zip(rows["prompts"], rows["responses"], strict=True)):
             mask, log_probs = rows["response_mask"][row], rows["rollout_log_probs"][row]
             outcome = Outcome(row / samples, {})
             trajectory = Trajectory(prompt, response, mask, log_probs, "stop", 2, weight_version=1, outcome=outcome)
-            finished.append(FinishedSample(SampleId(row // 8, row % 8), trajectory))
+            finished.append((SampleId(row // 8, row % 8), trajectory))
         parts = range(0, samples, SAMPLES_PER_REPORT)
-        self._reports = [PackedSamples(finished[begin : begin + SAMPLES_PER_REPORT]) for begin in parts]
+        self._reports = [PackedSamples(dict(finished[begin : begin + SAMPLES_PER_REPORT])) for begin in parts]
 
     @verb(Dispatch.ALL)
     def take(self) -> PackedSamples:
@@ -150,7 +151,7 @@ def receive(source: WorkerGroup, samples: int) -> DataProto:
     trajectories: list[Trajectory] = []
     while len(trajectories) < samples:
         (packed,) = source.call("take")
-        trajectories += [sample.trajectory for sample in packed.unpack()]
+        trajectories += packed.unpack().values()
     batch = trajectories_to_batch(trajectories, 0)
     sources = {"data_source": ["x"] * samples, "reward_model": [{"ground_truth": "x"}] * samples}
     return with_step_info(batch.with_columns({}, sources))
@@ -224,7 +225,7 @@ def run_step(batch: DataProto, manager: RewardManager, group: Any, meter: Meter)
     batch = meter.run("advantages", lambda: phase.compute(batch, {}))
     for name in ("update_critic", "update_actor"):
         meter.run(name, lambda name=name: group.call(name, batch))
-    longest = batch.widths[1] or 0
+    longest = column_widths(batch.tensors.shapes)[1] or 0
     meter.run("metrics", lambda: batch_metrics(batch, PROMPT, longest, rows, compare_log_probs=True))
 
 

@@ -33,7 +33,7 @@ import grpo_step
 from grpo_workload import LEARNING_RATE, PROMPT_TOKENS, SAMPLES, Mix, mix_of, prompt_ids, score
 from machine import benchmark_parser, parse_sizes, processor
 
-from megarl.agents.single_turn import SingleTurnLoop
+from megarl.agents.loop import SingleTurnLoop
 from megarl.agents.types import Conversation, Generate, Trajectory
 from megarl.tracking import read_metrics
 

@@ -44,7 +44,7 @@ SLOW = (
     "workers",
     "megatron",
     "convert/test_convert_roles.py",
-    "data/test_data_tokenizer_folder.py",
+    "data/test_data_tokenizers.py",
     "docs/test_docs_site.py",
     "docs/test_docs_tools.py",
     "ops/acceptance/test_acceptance_jobs.py",

@@ -4,7 +4,7 @@
 - ``loop``: base class, registry and transcript. ``runner``: leads many conversations and scores samples as they
   end. ``trajectories``: the batch of trajectories and its metrics. ``build``: builds the loops that a configuration
   names.
-- ``single_turn``, ``tool_agent``, ``search_agent``, ``external_agent``: built-in loops.
+- ``tool_agent``, ``search_agent``, ``external_agent``: built-in loops beside the single-turn loop.
 - ``frames``: tokens of the chat template between turns. ``retrieval_client``: client of a retrieval server.
 - ``tools``: tools and tool calls. ``endpoint``: OpenAI-compatible chat server for external agents.
 """

@@ -129,11 +129,7 @@ def build_agent_loops(
     names: Iterable[str],
     endpoint: SessionProvider | None = None,
 ) -> dict[str, AgentLoop]:
-    """Build the loops named by rows.
-
-    Args:
-        names: checked by :func:`check_agent_names`, or the default loop.
-        endpoint: chat endpoint of the run; None = the run serves none.
+    """Build loops: names that :func:`check_agent_names` has checked, or the default loop.
 
     Raises:
         ConfigError: a loop is unknown or refuses its options.

@@ -13,7 +13,7 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megarl.agents.types import AgentError, Message
-from megarl.data.control_tokens import MARK, control_tokens
+from megarl.data.tokenizers import MARK, control_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -42,7 +42,7 @@ def turn_frame(
     last_token: int | None,
     template_kwargs: Mapping[str, Any] | None = None,
 ) -> list[int]:
-    """Encode the environment's messages, from the end of an assistant turn to the start of the next one.
+    """Encode the environment's messages, from an assistant turn's end to the next one's start.
 
     The messages are external text: none of their characters becomes a control token.
 

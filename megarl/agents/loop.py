@@ -1,4 +1,4 @@
-"""Agent loops: the base class, the registry, and the transcript that collects a trajectory's tokens.
+"""Agent loops: base class, registry, the single-turn loop, and the transcript of a trajectory's tokens.
 
 Token in, token out: generated token ids stay in the context unchanged and are never re-tokenized. Only the
 environment's messages are tokenized, separately, and appended with mask 0 (:class:`Transcript`).
@@ -19,7 +19,7 @@ from megarl.agents.types import AgentError, Conversation, Generate, SessionProvi
 from megarl.base.registry import Registry
 from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
-from megarl.data.text_bounds import fewest_tokens
+from megarl.data.tokenizers import fewest_tokens
 from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 
 if TYPE_CHECKING:
@@ -65,11 +65,10 @@ class AgentLoop(abc.ABC):
         """
 
 
-# Built-in loops are imported on first use, because tools and search import further packages.
+# These built-in loops are imported on first use, because tools and search import further packages.
 AGENT_LOOPS: Registry[type[AgentLoop]] = Registry(
     "agent_loop",
     lazy={
-        "single_turn_agent": "megarl.agents.single_turn",
         "tool_agent": "megarl.agents.tool_agent",
         "search_agent": "megarl.agents.search_agent",
         "external_agent": "megarl.agents.external_agent",
@@ -172,11 +171,7 @@ class Transcript:
         self.assistant_turns += 1
 
     def observe(self, ids: Sequence[int]) -> bool:
-        """Append a turn of the environment (mask 0) if it leaves room for at least one token of the policy.
-
-        Returns:
-            Whether the turn was appended.
-        """
+        """Append a turn of the environment (mask 0) if it leaves room for a token of the policy; return whether."""
         if len(ids) >= self.room:
             return False
         self.response_ids += ids
@@ -206,6 +201,44 @@ class Transcript:
             metrics=dict(metrics or {}),
             fields=dict(fields or {}),
         )
+
+
+@register_agent_loop("single_turn_agent")
+class SingleTurnLoop(AgentLoop):
+    """Generates one response per prompt; without a tokenizer, all prompts must be encoded."""
+
+    def __init__(
+        self, tokenizer: PreTrainedTokenizerBase | None = None, template_kwargs: Mapping[str, Any] | None = None
+    ) -> None:
+        self.tokenizer = tokenizer
+        self.template_kwargs = dict(template_kwargs or {})
+
+    @classmethod
+    def create(cls, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
+        """Build the loop with the configured template arguments."""
+        return cls(tokenizer, config.data.apply_chat_template_kwargs, **options)
+
+    async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
+        """Generate one turn; without a transcript, for speed at thousands of conversations per second."""
+        prompt_ids = conversation.prompt_ids or await self._encode(conversation)
+        completion = await generate(prompt_ids, conversation.params, seed=conversation.seed, key=conversation.key)
+        if completion.finish_reason == "abort":
+            raise AgentError("the engine aborted the response", code="agent.engine-aborted")
+        return Trajectory(
+            prompt_ids=prompt_ids,
+            response_ids=completion.token_ids,
+            response_mask=[1] * len(completion.token_ids),
+            log_probs=completion.log_probs,
+            finish_reason=completion.finish_reason,
+            num_turns=2,
+            weight_version=completion.weight_version,
+            weight_versions=completion.weight_versions,
+        )
+
+    async def _encode(self, conversation: Conversation) -> list[int]:
+        if self.tokenizer is None:
+            raise AgentError("single_turn_agent has no tokenizer to encode messages with", code="agent.no-tokenizer")
+        return await encode_messages(self.tokenizer, conversation, template_kwargs=self.template_kwargs)
 
 
 def turn_seed(seed: int, turn: int) -> int:

@@ -23,16 +23,13 @@ from megarl.agents.build import build_agent_loops, conversation_limits
 from megarl.agents.endpoint.endpoint import EndpointAddress, build_endpoint
 from megarl.agents.event_loop import EventLoopThread, monitored_loop
 from megarl.agents.loop import AgentLoop
-from megarl.agents.routes import GenerateWithRoutes, RouteRecord
 from megarl.agents.trajectories import LED_AGAIN
-from megarl.agents.turns import TurnRecord, context_digest
+from megarl.agents.turns import GenerateWithRoutes, RouteRecord, TurnRecord, context_digest
 from megarl.agents.types import (
     AgentError,
     Conversation,
     ConversationGroup,
-    FinishedSample,
     Generate,
-    PlannedSample,
     SampleId,
     StoredTurn,
     Trajectory,
@@ -148,7 +145,7 @@ class AgentRunner:
         self._loops: dict[str, AgentLoop] = {}
         self._slots = asyncio.Semaphore(-(-rollout.agent.max_concurrency // runners))
         self._changed = threading.Condition()
-        self._ended: list[FinishedSample] = []
+        self._ended: dict[SampleId, Trajectory] = {}
         self._failure: Exception | None = None
         self._tasks: dict[SampleId, asyncio.Task[Trajectory]] = {}
         self._records: dict[SampleId, TurnRecord] = {}
@@ -195,7 +192,7 @@ class AgentRunner:
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Start conversations, in this order, without waiting for them."""
         with self._changed:
-            self._pending += sum(len(group.samples) for group in groups)
+            self._pending += sum(len(group.ids) for group in groups)
         try:
             missing = sorted({group.agent_name for group in groups} - self._loops.keys())
             self._loops |= build_agent_loops(self._config, self._tokenizer, missing, self.endpoint)
@@ -204,8 +201,8 @@ class AgentRunner:
             return
         self._loop.loop.call_soon_threadsafe(self._start, groups)
 
-    def finished(self, wait_s: float) -> list[FinishedSample]:
-        """Return the samples that have ended since the last call; wait for the first one, at most ``wait_s`` seconds.
+    def finished(self, wait_s: float) -> dict[SampleId, Trajectory]:
+        """Return trajectories that have ended since the last call; wait for the first one, at most ``wait_s`` seconds.
 
         Raises:
             MegarlError: no conversation can go on; the first error of :data:`FATAL`, of building an agent loop, or of
@@ -219,11 +216,11 @@ class AgentRunner:
             rest = min(self._reported_at + REST_S, deadline) - time.monotonic()
             self._changed.wait_for(lambda: not self._pending or self._is_over(epoch), max(0.0, rest))
             if self._epoch != epoch:
-                return []
+                return {}
             lost = self._router.no_replica if self._router is not None else None
             if (failure := self._failure or lost) is not None:
                 raise failure
-            ended, self._ended = self._ended, []
+            ended, self._ended = self._ended, {}
             self._reported_at = time.monotonic()
         return ended
 
@@ -232,7 +229,7 @@ class AgentRunner:
         self._loop.run(self._abort(names))
 
     def take_reward_counts(self) -> RunCounts:
-        """Return retries and replaced processes of the rewards of all samples since the last call."""
+        """Return the rewards' retries and replaced processes since the last call."""
         counts = [scorer.take_counts() for scorer in set(self._scorers.values())]
         return functools.reduce(RunCounts.plus, counts, RunCounts())
 
@@ -273,7 +270,7 @@ class AgentRunner:
     def _reset(self) -> None:
         """Drop all results; a call of :meth:`finished` in progress returns."""
         with self._changed:
-            self._failure, self._ended, self._pending = None, [], 0
+            self._failure, self._ended, self._pending = None, {}, 0
             self._epoch += 1
             self._changed.notify_all()
 
@@ -312,10 +309,10 @@ class AgentRunner:
             assert self._router is not None
             for group in groups:
                 generate = self._router.generate
-                for name, sample in zip(group.ids, group.samples, strict=True):
+                for name in group.ids:
                     if group.with_turns:
-                        self._records[name] = TurnRecord(generate, sample.turns)
-                    task = self._loop.loop.create_task(self._lead(name, group, sample, generate))
+                        self._records[name] = TurnRecord(generate, group.turns.get(name.sample, ()))
+                    task = self._loop.loop.create_task(self._lead(name, group, generate))
                     task.add_done_callback(partial(self._end, name, group))
                     self._tasks[name] = task
         except Exception as error:  # the event loop would log it only
@@ -334,12 +331,10 @@ class AgentRunner:
         trajectory = task.result() if error is None else _failed(group.prompt_ids.tolist(), _describe(error))
         with self._changed:
             self._pending -= 1
-            self._ended.append(FinishedSample(name, trajectory))
+            self._ended[name] = trajectory
             self._changed.notify_all()
 
-    async def _lead(
-        self, name: SampleId, group: ConversationGroup, sample: PlannedSample, generate: GenerateWithRoutes
-    ) -> Trajectory:
+    async def _lead(self, name: SampleId, group: ConversationGroup, generate: GenerateWithRoutes) -> Trajectory:
         """Lead one conversation and score its trajectory.
 
         A sample that waits for its score is unfinished: a checkpoint stores its turns.
@@ -350,9 +345,9 @@ class AgentRunner:
         routes = RouteRecord(generate) if group.with_routes else None
         conversation = Conversation(
             messages=copy.deepcopy(group.messages),  # an agent may change them, and the samples of a group share them
-            params=sample.params,
+            params=group.params[name.sample],
             prompt_ids=group.prompt_ids.tolist(),
-            seed=sample.seed,
+            seed=group.seeds[name.sample],
             key=group.key,
             agent_name=group.agent_name,
             facts=copy.deepcopy(group.facts),
@@ -384,8 +379,7 @@ def request_capacity(slots: int) -> int:
 async def lead_conversation(conversation: Conversation, loop: AgentLoop, generate: Generate) -> Trajectory:
     """Lead one conversation to its end.
 
-    Returns:
-        Its trajectory. If it failed, ``error`` is set and the response mask is zero.
+    If it failed, ``error`` of its trajectory is set, and the response mask is zero.
 
     Raises:
         RolloutError, WorkerError, WeightSyncError: no conversation can go on.

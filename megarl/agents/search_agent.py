@@ -17,8 +17,7 @@ from megarl.agents.loop import AgentLoop, Transcript, encode_messages, register_
 from megarl.agents.retrieval_client import SEARCH_URL, Hit, RetrievalClient, RetrievalOptions
 from megarl.agents.types import Conversation, Generate, Trajectory, TrajectoryEnd
 from megarl.base.errors import ConfigError
-from megarl.data.control_tokens import control_tokens
-from megarl.data.text_bounds import longest_token
+from megarl.data.tokenizers import control_tokens, longest_token
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -57,7 +56,6 @@ class SearchLoop(AgentLoop):
         max_turns: number of turns that the environment answers.
         max_obs_length: maximum number of tokens per observation; a longer one is cut at its right end, and its closing
             tag is kept.
-        template_kwargs: extra arguments of the chat template, for prompts given as messages only.
     """
 
     def __init__(
@@ -82,11 +80,7 @@ class SearchLoop(AgentLoop):
 
     @classmethod
     def create(cls, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
-        """Build the loop with a client of ``multi_turn.search.url``.
-
-        Raises:
-            ConfigError: the address is null.
-        """
+        """Build the loop with a client of ``multi_turn.search.url``."""
         keys = config.actor_rollout_ref.rollout.multi_turn.search
         retrieval = RetrievalOptions(_url(config), keys.topk, keys.timeout_s, keys.retries)
         configured = {

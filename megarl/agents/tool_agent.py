@@ -48,10 +48,7 @@ class ToolOptions:
 
 @register_agent_loop("tool_agent")
 class ToolLoop(AgentLoop):
-    """Runs conversations in which the policy calls tools.
-
-    Args:
-        tokenizer: tokenizer of the policy, with a chat template that supports tools.
+    """Runs conversations in which the policy calls tools; its chat template must support them.
 
     Raises:
         ConfigError: an option has an unknown value.
@@ -79,11 +76,7 @@ class ToolLoop(AgentLoop):
 
     @classmethod
     def create(cls, config: GenerationJobConfig, tokenizer: PreTrainedTokenizerBase, **options: Any) -> Self:
-        """Build the loop with the tools of ``multi_turn.tool_config_path``.
-
-        Raises:
-            ConfigError: no tool file is configured.
-        """
+        """Build the loop with the tools of ``multi_turn.tool_config_path``."""
         multi_turn = config.actor_rollout_ref.rollout.multi_turn
         configured = ToolOptions(
             multi_turn.format,

@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from megarl.agents.types import AgentError, FinishedSample, Integers, Trajectory
+from megarl.agents.types import AgentError, Integers, SampleId, Trajectory
 from megarl.base.reductions import Largest, Smallest, Total
 from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
@@ -49,27 +49,26 @@ RAGGED = {
 
 
 class PackedSamples:
-    """Finished samples as ragged columns, cheap to send to another process."""
+    """Trajectories by sample as ragged columns, cheap to send to another process."""
 
-    def __init__(self, samples: Sequence[FinishedSample]) -> None:
-        self._names = [sample.name for sample in samples]
-        trajectories = [sample.trajectory for sample in samples]
+    def __init__(self, samples: Mapping[SampleId, Trajectory]) -> None:
+        self._names, trajectories = list(samples), list(samples.values())
         self._columns = {name: _ragged([getattr(t, name) for t in trajectories], RAGGED[name]) for name in RAGGED}
         # The rest of each trajectory, without its tokens.
         empty = dict.fromkeys(RAGGED, ())
         self._rest = [{**vars(trajectory), **empty} for trajectory in trajectories]
 
-    def unpack(self) -> list[FinishedSample]:
-        """Return the samples, with NumPy arrays per token."""
+    def unpack(self) -> dict[SampleId, Trajectory]:
+        """Return the trajectories, with NumPy arrays per token."""
         rows = {name: np.split(values, ends[:-1]) for name, (values, ends) in self._columns.items()}
-        return [
-            FinishedSample(name, Trajectory(**{**rest, **{column: rows[column][row] for column in RAGGED}}))
+        return {
+            name: Trajectory(**{**rest, **{column: rows[column][row] for column in RAGGED}})
             for row, (name, rest) in enumerate(zip(self._names, self._rest, strict=True))
-        ]
+        }
 
 
 def _ragged(rows: Sequence[Integers | Sequence[float]], dtype: type) -> tuple[np.ndarray, np.ndarray]:
-    """Values of all rows, and the end of each row in them."""
+    """Join the rows' values; return them and each row's end."""
     ends = np.cumsum([len(row) for row in rows], dtype=np.int64)
     return np.fromiter(itertools.chain.from_iterable(rows), dtype, int(ends[-1]) if rows else 0), ends
 
@@ -168,7 +167,7 @@ def _train_mask(trajectory: Trajectory, state_masking: bool) -> Integers:
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
-    """Compute the metrics of a batch of trajectories, under the names of verl and Search-R1.
+    """Compute the metrics of trajectories, under verl's and Search-R1's names.
 
     - ``num_turns/{mean,max,min}``: messages per conversation, including the prompt.
     - ``tool_call_counts/{mean,max,min}``: tool calls per conversation; ``tool_call_counts/malformed_ratio``: share of

@@ -202,57 +202,38 @@ class StoredTurn:
 
 
 @dataclass(frozen=True)
-class PlannedSample:
-    """One conversation of a group before its rollout.
-
-    Attributes:
-        seed: seed of its first turn.
-        turns: turns that exist already, from a checkpoint; the last one may be unfinished.
-    """
-
-    sample: int
-    params: SamplingParams
-    seed: int
-    turns: Sequence[StoredTurn] = ()
-
-
-@dataclass(frozen=True)
 class ConversationGroup:
     """Conversations about one prompt, as they are submitted to an agent runner; see :class:`Conversation`.
 
     Attributes:
         prompt_ids: token ids of the prompt, int32 ``[P]``.
+        params: sampling parameters of each sample.
+        seeds: seed of each sample's first turn.
         with_turns: record the turns, for :meth:`ConversationService.stored_turns`.
         reward: name of the scorer of its samples; empty = they are not scored here.
+        samples: numbers of the samples to generate; None = all.
+        turns: turns from a checkpoint, by sample; the last one of a sample may be unfinished.
     """
 
     number: int
     messages: Sequence[Message]
     prompt_ids: np.ndarray
-    samples: Sequence[PlannedSample]
+    params: Sequence[SamplingParams]
+    seeds: Sequence[int]
     key: str
     agent_name: str
     facts: Mapping[str, Any] = field(default_factory=dict)
     with_routes: bool = False
     with_turns: bool = False
     reward: str = ""
+    samples: Collection[int] | None = None
+    turns: Mapping[int, Sequence[StoredTurn]] = field(default_factory=dict)
 
     @property
     def ids(self) -> list[SampleId]:
-        """Names of its samples."""
-        return [SampleId(self.number, sample.sample) for sample in self.samples]
-
-    def only(self, names: Collection[SampleId]) -> ConversationGroup:
-        """Return the group with these samples only."""
-        chosen = [sample for sample in self.samples if SampleId(self.number, sample.sample) in names]
-        return replace(self, samples=chosen)
-
-
-class FinishedSample(NamedTuple):
-    """The trajectory of a sample that has ended."""
-
-    name: SampleId
-    trajectory: Trajectory
+        """Names of the samples to generate."""
+        samples = range(len(self.seeds))
+        return [SampleId(self.number, sample) for sample in samples if self.samples is None or sample in self.samples]
 
 
 class ConversationService(Protocol):
@@ -274,8 +255,8 @@ class ConversationService(Protocol):
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Start conversations, in this order, without waiting for them."""
 
-    def finished(self, wait_s: float) -> list[FinishedSample]:
-        """Return the samples that have ended since the last call; wait for the first one, at most ``wait_s`` seconds.
+    def finished(self, wait_s: float) -> dict[SampleId, Trajectory]:
+        """Return trajectories that have ended since the last call; wait for the first one, at most ``wait_s`` seconds.
 
         Raises:
             MegarlError: no conversation can go on, for example because all rollout replicas are lost.
@@ -285,7 +266,7 @@ class ConversationService(Protocol):
         """End conversations without a result; unknown ones are ignored."""
 
     def take_reward_counts(self) -> RunCounts:
-        """Return retries and replaced processes of the rewards of all samples since the last call."""
+        """Return the rewards' retries and replaced processes since the last call."""
 
     def take_stats(self) -> RouterStats:
         """Return the statistics since the last call or since :meth:`open`; conversations go on."""

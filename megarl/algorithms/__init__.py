@@ -3,61 +3,62 @@
 Registries map the names in a config to algorithms. This package imports no processes, models or config objects.
 """
 
-from megarl.algorithms import group_advantages, stale_data_loss
 from megarl.algorithms.advantages import (
     ADVANTAGES,
     AdvantageEstimator,
     AdvantageInputs,
+    Turns,
     gae,
     generalized_advantages,
-    load_advantage,
     register_advantage,
     reinforce_plus_plus,
     remax,
 )
-from megarl.algorithms.aggregation import AGGREGATIONS, LossCounts, loss_counts, token_weights
-from megarl.algorithms.covariance_loss import covariances, token_keys
+from megarl.algorithms.group_advantages import TurnCounts, anchor_groups, observations, turn_numbers
 from megarl.algorithms.kl import (
     KL_CONTROLLERS,
     KL_ESTIMATORS,
     KLController,
     apply_kl_penalty,
     kl_penalty,
-    make_kl_controller,
 )
 from megarl.algorithms.masked import (
+    Moments,
+    PairMoments,
     expand_to_tokens,
+    explained_variance,
     have_tokens,
     masked_mean,
-    masked_sum,
     masked_whiten,
     select_tokens,
     sequence_counts,
     sequence_sums,
 )
-from megarl.algorithms.moments import Moments, PairMoments, explained_variance
 from megarl.algorithms.policy_loss import (
+    AGGREGATIONS,
     POLICY_LOSSES,
     ChoiceFunction,
+    LossCounts,
     PolicyLoss,
     PolicyLossInputs,
     PolicyLossOptions,
     TokenLoss,
     WholeMiniBatch,
     clipped_policy_loss,
-    entropy_loss,
-    load_policy_loss,
+    clipped_value_loss,
+    loss_counts,
     register_policy_loss,
+    token_weights,
 )
 from megarl.algorithms.preference_loss import (
     PREFERENCE_LOSSES,
     LabelledInputs,
     PreferenceInputs,
     PreferenceLossOptions,
+    bradley_terry_loss,
     kto,
     kto_kl,
 )
-from megarl.algorithms.proximal import loglinear_log_probs, proximal_fractions, proximal_weights
 from megarl.algorithms.reward_shaping import (
     add_at_last,
     blend_quality,
@@ -76,6 +77,9 @@ from megarl.algorithms.rollout_correction import (
     WeightMoments,
     importance_weights,
     log_ratios,
+    loglinear_log_probs,
+    proximal_fractions,
+    proximal_weights,
     rejected_tokens,
 )
 from megarl.algorithms.schedules import (
@@ -83,11 +87,9 @@ from megarl.algorithms.schedules import (
     LearningRateSchedule,
     WeightSchedule,
     learning_rate,
-    load_schedule,
     warmup_steps,
 )
-from megarl.algorithms.turns import TurnCounts, Turns, anchor_groups, observations, turn_numbers
-from megarl.algorithms.value_loss import bradley_terry_loss, clipped_value_loss
+from megarl.algorithms.trust_region_loss import covariances, token_keys
 
 __all__ = [
     "ADVANTAGES",
@@ -131,27 +133,20 @@ __all__ = [
     "clipped_policy_loss",
     "clipped_value_loss",
     "covariances",
-    "entropy_loss",
     "expand_to_tokens",
     "explained_variance",
     "gae",
     "generalized_advantages",
-    "group_advantages",
     "have_tokens",
     "importance_weights",
     "kl_penalty",
     "kto",
     "kto_kl",
     "learning_rate",
-    "load_advantage",
-    "load_policy_loss",
-    "load_schedule",
     "log_ratios",
     "loglinear_log_probs",
     "loss_counts",
-    "make_kl_controller",
     "masked_mean",
-    "masked_sum",
     "masked_whiten",
     "observations",
     "on_trained_tokens",
@@ -167,7 +162,6 @@ __all__ = [
     "sequence_counts",
     "sequence_quality",
     "sequence_sums",
-    "stale_data_loss",
     "token_keys",
     "token_weights",
     "turn_numbers",

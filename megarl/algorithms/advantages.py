@@ -24,10 +24,24 @@ from megarl.algorithms.masked import (
     select_tokens,
     sequence_counts,
 )
-from megarl.algorithms.turns import Turns
 from megarl.base.algorithm_names import ADV_ESTIMATORS
 from megarl.base.registry import Registry
 from megarl.base.user_code import load_user_function
+
+
+@dataclass(frozen=True)
+class Turns:
+    """Turns of a batch of responses.
+
+    Attributes:
+        numbers: turn of each response token, from 0, ``[b, R]`` or packed ``[n]`` int64; see
+            :func:`megarl.algorithms.group_advantages.turn_numbers`.
+        anchors: ``[b, T]`` int64, equal for turns of one prompt that begin in the same state; -1 for rows with fewer
+            turns.
+    """
+
+    numbers: Tensor
+    anchors: Tensor
 
 
 @dataclass(frozen=True)
@@ -229,15 +243,6 @@ def register_advantage(
     return add
 
 
-def load_advantage(spec: str) -> AdvantageEstimator:
-    """Return a registered estimator, or load a user's from ``path.py:function`` or ``package.module.function``.
-
-    Raises:
-        ConfigError: the estimator is unknown, or it cannot be called with :class:`AdvantageInputs`.
-    """
-    return ADVANTAGES.find(spec)
-
-
 def generalized_advantages(
     rewards: Tensor, values: Tensor, mask: Tensor, gamma: float, lam: float, lengths: Tensor | None = None
 ) -> tuple[Tensor, Tensor]:
@@ -249,8 +254,6 @@ def generalized_advantages(
 
     Args:
         rewards: ``[b, R]``, or packed ``[n]``, as all tensors over tokens.
-        values: ``[b, R]``.
-        mask: ``[b, R]``, 0 or 1.
         gamma: discount per token.
         lam: 0 = one-step errors, 1 = discounted sum of rewards minus the value.
 
@@ -272,12 +275,7 @@ def generalized_advantages(
 
 
 def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tensor:
-    """Add the rewards outside the mask to the token of the mask before them; returns ``[n]`` for the kept tokens.
-
-    Args:
-        rewards: ``[b, R]``, or packed.
-        kept: same shape, bool.
-    """
+    """Add the rewards outside the mask to the token of the mask before them; returns ``[n]`` for the kept tokens."""
     (rewards, lengths), (kept, _) = flat_tokens(rewards, lengths), flat_tokens(kept, lengths)
     steps = select_tokens(rewards, kept)
     outside = ~kept & (rewards != 0)
@@ -292,12 +290,8 @@ def _step_rewards(rewards: Tensor, kept: Tensor, lengths: Tensor | None) -> Tens
 def _backward_sums(values: Tensor, counts: Tensor, factor: float) -> Tensor:
     """Compute ``S_t = x_t + factor * S_{t+1}`` within each row of packed values ``[n]``.
 
-    The loop over time touches only rows that have that many tokens, and reads each token once.
-
-    Args:
-        values: ``[n]``, all rows in order.
-        counts: ``[b]`` tokens per row, which add up to ``n``.
-        factor: of the next token's sum.
+    The loop over time touches only rows that have that many tokens, and reads each token once. ``counts`` are the
+    tokens per row ``[b]``.
     """
     sums = values.cpu().numpy().copy()
     lengths = counts.cpu().numpy()
@@ -315,7 +309,7 @@ def _backward_sums(values: Tensor, counts: Tensor, factor: float) -> Tensor:
 def discounted_returns(rewards: Tensor, mask: Tensor, gamma: float, lengths: Tensor | None = None) -> Tensor:
     """Compute discounted returns ``G_t = r_t + gamma * G_{t+1}`` over the tokens of the mask, 0 outside.
 
-    Arguments and forms are those of :func:`generalized_advantages`.
+    See :func:`generalized_advantages` for arguments and forms.
     """
     return generalized_advantages(rewards, torch.zeros_like(rewards), mask, gamma, 1.0, lengths)[0]
 

@@ -1,4 +1,4 @@
-"""KL to the reference policy: estimators per token (k1, k2, k3), the KL penalty in the reward, and its controllers.
+"""KL to the reference per token (k1, k2, k3) and to a teacher, the KL penalty, and its controllers.
 
 Tensors over tokens are rectangles, or with ``lengths`` packed tokens (:mod:`megarl.algorithms.masked`).
 """
@@ -6,6 +6,7 @@ Tensors over tokens are rectangles, or with ``lengths`` packed tokens (:mod:`meg
 from __future__ import annotations
 
 from collections.abc import Callable
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -17,45 +18,35 @@ KLFunction = Callable[[Tensor], Tensor]
 KL_ESTIMATORS: Registry[KLFunction] = Registry("kl_penalty")
 
 
-def _register(*names: str) -> Callable[[KLFunction], KLFunction]:
-    """Register an estimator under ``names``, and with k2's gradient under each name followed by "+"."""
-
-    def add(estimate: KLFunction) -> KLFunction:
-        KL_ESTIMATORS.register(*(f"{name}+" for name in names))(lambda d: _straight_through_k2(d, estimate))
-        return KL_ESTIMATORS.register(*names)(estimate)
-
-    return add
-
-
-def _straight_through_k2(log_ratio: Tensor, estimate: KLFunction) -> Tensor:
-    slope = _k2(log_ratio)
-    return estimate(log_ratio.detach()) + slope - slope.detach()
-
-
-@_register("kl", "k1")
-def _k1(log_ratio: Tensor) -> Tensor:
-    return log_ratio
-
-
-@_register("abs")
-def _absolute(log_ratio: Tensor) -> Tensor:
-    return log_ratio.abs()
-
-
-@_register("mse", "k2")
-def _k2(log_ratio: Tensor) -> Tensor:
-    return 0.5 * log_ratio.square()
-
-
 def unclamped_k3(log_ratio: Tensor) -> Tensor:
     """Compute k3 without its clamp to 10; the exponent is bounded by 20."""
     inverse = (-log_ratio).clamp(-20.0, 20.0)
     return inverse.exp() - inverse - 1.0
 
 
-@_register("low_var_kl", "k3")
-def _k3(log_ratio: Tensor) -> Tensor:
-    return unclamped_k3(log_ratio).clamp(-10.0, 10.0)
+def _k2(log_ratio: Tensor) -> Tensor:
+    return 0.5 * log_ratio.square()
+
+
+def _with_k2_gradient(estimate: KLFunction) -> KLFunction:
+    """Return the straight-through estimator: the value of ``estimate``, the gradient of k2."""
+
+    def straight_through(log_ratio: Tensor) -> Tensor:
+        slope = _k2(log_ratio)
+        return estimate(log_ratio.detach()) + slope - slope.detach()
+
+    return straight_through
+
+
+_ESTIMATES: dict[tuple[str, ...], KLFunction] = {
+    ("kl", "k1"): lambda log_ratio: log_ratio,
+    ("abs",): torch.abs,
+    ("mse", "k2"): _k2,
+    ("low_var_kl", "k3"): lambda log_ratio: unclamped_k3(log_ratio).clamp(-10.0, 10.0),
+}
+for _names, _estimate in _ESTIMATES.items():
+    KL_ESTIMATORS.register(*_names)(_estimate)
+    KL_ESTIMATORS.register(*(f"{name}+" for name in _names))(_with_k2_gradient(_estimate))
 
 
 def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
@@ -68,15 +59,11 @@ def kl_penalty(log_prob: Tensor, ref_log_prob: Tensor, kind: str) -> Tensor:
     - ``mse``, ``k2``: ``d^2 / 2``, low variance, biased.
     - ``low_var_kl``, ``k3``: ``exp(-d) - 1 + d``, unbiased, never negative; clamped to 10, its exponent to 20.
 
-    As a loss, only k2 has the gradient of this KL. The gradient of k1 has mean 0; the gradient of k3 is that of the
+    As a loss, only k2 has the gradient of this KL. The gradient of k1 has mean 0; k3 has the gradient of the
     reverse KL. A "+" after any name (``k1+``, ``abs+``, ``k3+``, ...) keeps the value and uses k2's gradient.
 
     Args:
         log_prob: any shape; with gradients if used as a loss.
-        ref_log_prob: same shape.
-
-    Returns:
-        Same shape.
 
     Raises:
         ConfigError: ``kind`` is unknown.
@@ -90,10 +77,7 @@ def apply_kl_penalty(
     """Subtract the KL penalty from the scores: ``r_t = score_t - beta * KL_t`` (Ziegler et al. 2019, eq. 2).
 
     Args:
-        token_level_scores: the reward function's scores.
         kl: KL from the sampling policy to the reference at each token, estimated by :func:`kl_penalty` or exact.
-        response_mask: 1 for trained tokens.
-        beta: coefficient of the penalty.
 
     Returns:
         The rewards, and the KL of each sequence in nats per token ``[b]``: the mean over its trained tokens, 0 without
@@ -151,10 +135,33 @@ class AdaptiveKLController(KLController):
         self.value = float(state["value"])
 
 
-def make_kl_controller(kind: str, value: float, target_kl: float, horizon: int) -> KLController:
-    """Create the controller ``kind``, ``fixed`` or ``adaptive``.
+class TopKDivergence(NamedTuple):
+    """Comparison of two distributions on the teacher's most probable tokens; ``[n]`` each.
 
-    Raises:
-        ConfigError: ``kind`` is unknown.
+    Attributes:
+        kl: KL from teacher to student over these tokens, at least 0.
+        student_mass: probability of these tokens under the student.
+        teacher_mass: the same under the teacher.
     """
-    return KL_CONTROLLERS[kind](value, target_kl, horizon)
+
+    kl: Tensor
+    student_mass: Tensor
+    teacher_mass: Tensor
+
+
+def forward_kl_topk(student: Tensor, teacher: Tensor, log_prob_min: float | None = None) -> TopKDivergence:
+    """Compute the KL from teacher to student over the teacher's most probable tokens (GKD, arXiv:2306.13649).
+
+    ``sum_v q_v (log q_v - log p_v)`` with teacher ``q`` and student ``p``. The sum leaves out the other tokens, so it
+    can be negative, and is then 0 without a gradient.
+
+    Args:
+        student: log-probs at the teacher's tokens, ``[n, k]``; with gradients.
+        teacher: ``[n, k]``.
+        log_prob_min: lower bound of both log-probs; None = none. A bounded log-prob has no gradient.
+    """
+    student_mass, teacher_mass = student.detach().exp().sum(-1), teacher.exp().sum(-1)
+    if log_prob_min is not None:
+        student, teacher = student.clamp(min=log_prob_min), teacher.clamp(min=log_prob_min)
+    kl = (teacher.exp() * (teacher - student)).sum(-1)
+    return TopKDivergence(kl.clamp(min=0), student_mass, teacher_mass)

@@ -1,6 +1,6 @@
-"""Masked statistics over tensors, and per-sequence reductions of rectangles ``[b, R]`` and packed tokens ``[n]``.
+"""Masked statistics: moments that merge, and reductions per sequence of rectangles and packed tokens.
 
-Packed tokens are those of all sequences in order, without padding; ``lengths [b]`` counts the tokens of each sequence.
+Packed tokens are all sequences' tokens in order, without padding; ``lengths [b]`` counts the tokens of each sequence.
 A function with an argument ``lengths`` accepts both forms: rectangles with ``lengths=None``. A rectangle is packed
 tokens of sequences of equal length, so :func:`flat_tokens` converts it without a copy.
 
@@ -10,12 +10,14 @@ An entry outside the mask may hold any value, NaN included: it is never read.
 from __future__ import annotations
 
 import functools
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
 
 import numpy as np
 import torch
 from torch import Tensor
-
-from megarl.algorithms.moments import Moments
 
 
 def full_precision(*tensors: Tensor) -> list[Tensor]:
@@ -29,19 +31,10 @@ def select_tokens(values: Tensor, mask: Tensor) -> Tensor:
     return values.reshape(-1) if bool(mask.all()) else values[mask]
 
 
-def masked_sum(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Sum ``values`` over the entries of ``mask`` (same shape, 0 or 1), along ``dim`` or over all dimensions."""
-    kept = torch.where(mask.bool(), values, torch.zeros_like(values))
-    return kept.sum() if dim is None else kept.sum(dim)
-
-
-def masked_mean(values: Tensor, mask: Tensor, dim: int | None = None) -> Tensor:
-    """Average ``values`` over the entries of ``mask`` (same shape, 0 or 1), along ``dim`` or over all dimensions.
-
-    The mean over an empty mask is 0.
-    """
-    count = mask.bool().sum() if dim is None else mask.bool().sum(dim)
-    return masked_sum(values, mask, dim) / count.clamp(min=1)
+def masked_mean(values: Tensor, mask: Tensor) -> Tensor:
+    """Average ``values`` over the entries of ``mask`` (same shape, 0 or 1); the mean over an empty mask is 0."""
+    kept = mask.bool()
+    return torch.where(kept, values, torch.zeros_like(values)).sum() / kept.sum().clamp(min=1)
 
 
 def masked_whiten(values: Tensor, mask: Tensor, moments: Moments | None = None) -> Tensor:
@@ -50,12 +43,8 @@ def masked_whiten(values: Tensor, mask: Tensor, moments: Moments | None = None) 
     ``(x - mean) / sqrt(variance + 1e-8)`` with the sample variance, in double precision. A constant becomes 0.
 
     Args:
-        values: any shape.
-        mask: same shape, 0 or 1.
-        moments: of the entries of all processes; None = of these entries.
-
-    Returns:
-        Same shape and type as ``values``.
+        mask: 0 or 1, in the shape of ``values``.
+        moments: over all processes; None = of these entries.
     """
     kept = mask.bool()
     entries = select_tokens(values, kept)
@@ -68,7 +57,6 @@ def sequence_sums(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tenso
 
     Args:
         values: ``[b, R]``, or packed ``[n]`` together with ``lengths``; entries outside the mask may hold any value.
-        mask: same shape, 0 or 1.
         lengths: ``[b]`` integers that add up to ``n``: the tokens of each packed sequence. Sequences must be complete.
 
     Raises:
@@ -99,18 +87,12 @@ def _array_sums(values: Tensor, mask: Tensor, lengths: Tensor) -> Tensor:
 
 
 def sequence_means(values: Tensor, mask: Tensor, lengths: Tensor | None) -> Tensor:
-    """Average ``values`` over the trained tokens of each sequence, ``[b]`` double, 0 for a sequence without any.
-
-    Arguments and errors are those of :func:`sequence_sums`.
-    """
+    """Average over each sequence's trained tokens, ``[b]`` double, 0 without any; see :func:`sequence_sums`."""
     return sequence_sums(values, mask, lengths) / sequence_counts(mask, lengths).clamp(min=1)
 
 
 def sequence_maxima(values: Tensor, mask: Tensor, lengths: Tensor | None, initial: float) -> Tensor:
-    """Return the maximum of ``values`` and ``initial`` over the trained tokens of each sequence, ``[b]``.
-
-    Arguments and errors are those of :func:`sequence_sums`.
-    """
+    """Return the maximum of ``initial`` and each sequence's trained values, ``[b]``; see :func:`sequence_sums`."""
     _check_form(values, lengths)
     kept = torch.where(mask.bool(), values, initial)
     if lengths is None:
@@ -141,7 +123,7 @@ def sequence_starts(lengths: Tensor) -> Tensor:
 
 
 def kept_before(kept: Tensor, lengths: Tensor, tokens: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """Find the token of the mask before each of the given tokens.
+    """Find the kept token before each of ``tokens``.
 
     Args:
         kept: ``[n]`` bool, mask over packed tokens.
@@ -158,11 +140,7 @@ def kept_before(kept: Tensor, lengths: Tensor, tokens: Tensor) -> tuple[Tensor, 
 
 
 def flat_tokens(values: Tensor, lengths: Tensor | None) -> tuple[Tensor, Tensor]:
-    """View values of either form as packed tokens ``[n]``; returns them and the lengths ``[b]``.
-
-    Raises:
-        ValueError: packed values come without ``lengths``.
-    """
+    """View values of either form as packed tokens ``[n]``; return them and the lengths ``[b]``."""
     _check_form(values, lengths)
     if lengths is not None:
         return values, lengths.to(values.device)
@@ -182,3 +160,105 @@ def expand_to_tokens(per_sequence: Tensor, like: Tensor, lengths: Tensor | None)
         return per_sequence[:, None].expand_as(like)
     # With its size known, a GPU need not report it to the host.
     return torch.repeat_interleave(per_sequence, lengths.to(per_sequence.device), output_size=len(like))
+
+
+@dataclass(frozen=True)
+class Moments:
+    """Count, mean, spread and range of numbers.
+
+    Attributes:
+        mean: 0 for none.
+        squares: sum of the squared deviations from the mean.
+        least: infinity for none.
+        most: minus infinity for none.
+    """
+
+    count: int = 0
+    mean: float = 0.0
+    squares: float = 0.0
+    least: float = math.inf
+    most: float = -math.inf
+
+    @classmethod
+    def of(cls, values: Tensor) -> Moments:
+        """Compute the moments of a tensor's entries."""
+        if not values.numel():
+            return cls()
+        doubles = values.detach().double()
+        mean, (least, most) = doubles.mean(), doubles.aminmax()
+        squares = (doubles - mean).square_().sum()
+        return cls(doubles.numel(), mean.item(), squares.item(), least.item(), most.item())
+
+    @classmethod
+    def merged(cls, parts: Sequence[Moments]) -> Moments:
+        """Merge the moments of disjoint parts."""
+        parts = [part for part in parts if part.count]
+        if len(parts) < 2:
+            return parts[0] if parts else cls()
+        count = sum(part.count for part in parts)
+        mean = math.fsum(part.count * part.mean for part in parts) / count
+        squares = math.fsum(part.squares + part.count * (part.mean - mean) ** 2 for part in parts)
+        return cls(count, mean, squares, min(part.least for part in parts), max(part.most for part in parts))
+
+    @property
+    def sample_variance(self) -> float:
+        """Variance with divisor ``n - 1``; 0 for fewer than two numbers."""
+        return self.squares / max(1, self.count - 1)
+
+    @property
+    def deviation(self) -> float:
+        """Standard deviation with divisor ``n``; 0 for none."""
+        return math.sqrt(self.squares / max(1, self.count))
+
+    def whiten(self, values: Tensor) -> Tensor:
+        """Shift and scale values by these moments: ``(x - mean) / sqrt(variance + 1e-8)``, in their own type."""
+        return ((values.double() - self.mean) / math.sqrt(self.sample_variance + 1e-8)).to(values.dtype)
+
+
+class PairMoments(NamedTuple):
+    """Moments of two paired sets of numbers, and their co-moment.
+
+    Attributes:
+        products: sum of the products of both deviations.
+    """
+
+    first: Moments = Moments()
+    second: Moments = Moments()
+    products: float = 0.0
+
+    @classmethod
+    def of(cls, first: Tensor, second: Tensor) -> PairMoments:
+        """Compute the moments of two tensors of one shape."""
+        if not first.numel():
+            return cls()
+        a, b = first.double().flatten(), second.double().flatten()
+        return cls(Moments.of(a), Moments.of(b), torch.dot(a - a.mean(), b - b.mean()).item())
+
+    @classmethod
+    def merged(cls, parts: Sequence[PairMoments]) -> PairMoments:
+        """Merge the moments of disjoint parts."""
+        first = Moments.merged([part.first for part in parts])
+        second = Moments.merged([part.second for part in parts])
+        products = math.fsum(
+            part.products + part.first.count * (part.first.mean - first.mean) * (part.second.mean - second.mean)
+            for part in parts
+        )
+        return cls(first, second, products)
+
+    @property
+    def correlation(self) -> float | None:
+        """Pearson correlation; None if one set is constant."""
+        scale = math.sqrt(self.first.squares * self.second.squares)
+        return self.products / scale if scale > 0 else None
+
+
+def explained_variance(errors: Moments, targets: Moments) -> float:
+    """Compute a critic's explained variance ``1 - Var(G - V) / (Var(G) + 1e-5)``.
+
+    1 is a perfect critic, 0 a critic no better than a constant, a negative value a worse one.
+
+    Args:
+        errors: of ``G - V`` over the trained tokens.
+        targets: of the returns ``G``.
+    """
+    return 1.0 - errors.sample_variance / (targets.sample_variance + 1e-5)  # finite for constant returns

@@ -1,18 +1,23 @@
-"""Policy losses per token: PPO, GSPO, GMPO, CISPO, SAPO, REINFORCE; :mod:`megarl.algorithms.aggregation` averages them.
+"""Policy losses per token (PPO, GSPO, GMPO, CISPO, SAPO, REINFORCE), a critic's loss, and the weights of tokens.
 
 All functions accept rectangles ``[b, R]`` and packed tokens ``[n]``. In the formulas ``r`` is the importance ratio
 ``exp(log_prob - old_log_prob)`` of a token and ``A`` its advantage.
+
+A mini-batch is split over ranks and micro-batches. A mean per part would change the loss with the split. Instead the
+counts of the whole mini-batch are known before the first backward pass, and :func:`token_weights` gives each token its
+weight in the global loss. The loss is ``sum(weight * loss)`` over tokens, micro-batches and ranks in any order.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
-from megarl.algorithms.masked import expand_to_tokens, sequence_means
+from megarl.algorithms.masked import expand_to_tokens, sequence_means, sequence_sums
 from megarl.base.algorithm_names import DEFAULT_AGGREGATION, default_aggregation
 from megarl.base.registry import Registry
 from megarl.base.user_code import load_user_function
@@ -163,16 +168,7 @@ def register_policy_loss(
     return add
 
 
-def load_policy_loss(spec: str) -> PolicyLoss:
-    """Return a registered loss, or load a user's from ``path.py:function`` or ``package.module.function``.
-
-    Raises:
-        ConfigError: the loss is unknown, or it cannot be called with :class:`PolicyLossInputs`.
-    """
-    return POLICY_LOSSES.find(spec)
-
-
-def _clipped(ratio: Tensor, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
+def clipped_terms(ratio: Tensor, inputs: PolicyLossInputs) -> tuple[Tensor, Tensor]:
     """Return ``-A r`` and ``-A clip(r, 1 - low, 1 + high)``."""
     low, high = 1 - inputs.options.clip_ratio_low, 1 + inputs.options.clip_ratio_high
     return -inputs.advantages * ratio, -inputs.advantages * ratio.clamp(low, high)
@@ -190,7 +186,7 @@ def clipped_policy_loss(inputs: PolicyLossInputs) -> TokenLoss:
         the gradient) and ``pg_clipfrac_lower`` (1 if the dual clip did).
     """
     log_ratio = inputs.log_ratio
-    plain, clipped = _clipped(log_ratio.exp(), inputs)
+    plain, clipped = clipped_terms(log_ratio.exp(), inputs)
     pessimistic = torch.maximum(plain, clipped)
     bound = -inputs.advantages * inputs.options.clip_ratio_c
     bad = inputs.advantages < 0
@@ -215,7 +211,7 @@ def gspo(inputs: PolicyLossInputs) -> TokenLoss:
     log_ratio = inputs.log_ratio
     mean_log_ratio = sequence_means(log_ratio.detach(), inputs.response_mask, inputs.lengths)
     expanded = expand_to_tokens(mean_log_ratio, log_ratio, inputs.lengths).to(log_ratio.dtype)
-    plain, clipped = _clipped((inputs.log_prob - inputs.log_prob.detach() + expanded).exp(), inputs)
+    plain, clipped = clipped_terms((inputs.log_prob - inputs.log_prob.detach() + expanded).exp(), inputs)
     return TokenLoss(
         loss=torch.maximum(plain, clipped),
         diagnostics={"ppo_kl": -log_ratio.detach(), "pg_clipfrac": (clipped > plain).to(plain.dtype)},
@@ -285,6 +281,109 @@ def sapo(inputs: PolicyLossInputs) -> TokenLoss:
     return TokenLoss(-inputs.advantages * gate, {"ppo_kl": -log_ratio.detach()})
 
 
-def entropy_loss(entropy: Tensor, entropy_coeff: float) -> Tensor:
-    """Compute the entropy bonus as a loss per token: ``-entropy_coeff * H`` (Schulman et al. 2017, eq. 9)."""
-    return -entropy_coeff * entropy
+class LossCounts(NamedTuple):
+    """Normalizers of a loss; counts of parts add up to counts of the whole.
+
+    Attributes:
+        sequences: sequences with at least one trained token.
+    """
+
+    tokens: int
+    sequences: int
+
+
+class _Normalizers(NamedTuple):
+    sequence_tokens: Tensor  # trained tokens in the sequence of each token, same shape as the mask
+    counts: LossCounts  # of the whole mini-batch
+    horizon: int | None
+
+
+AGGREGATIONS: Registry[Callable[[_Normalizers], Tensor | float]] = Registry("actor_rollout_ref.actor.loss_agg_mode")
+
+
+def _sum_norm(normalizers: _Normalizers) -> float:
+    if not normalizers.horizon:
+        raise ValueError("loss_agg_mode 'seq-mean-token-sum-norm' needs `horizon`, the longest response in tokens")
+    return 1.0 / (max(normalizers.counts.sequences, 1) * normalizers.horizon)
+
+
+AGGREGATIONS.update(
+    {
+        "token-mean": lambda n: 1.0 / max(n.counts.tokens, 1),
+        "token-sum": lambda n: 1.0,
+        "seq-mean-token-sum": lambda n: 1.0 / max(n.counts.sequences, 1),
+        "seq-mean-token-mean": lambda n: 1.0 / (n.sequence_tokens.clamp(min=1) * max(n.counts.sequences, 1)),
+        "seq-mean-token-sum-norm": _sum_norm,
+    }
+)
+
+
+def _sequence_token_counts(response_mask: Tensor, lengths: Tensor | None) -> Tensor:
+    return sequence_sums(torch.ones_like(response_mask, dtype=torch.double), response_mask, lengths)
+
+
+def loss_counts(response_mask: Tensor, lengths: Tensor | None = None) -> LossCounts:
+    """Count trained tokens and sequences of one part of a mini-batch; arguments as in :func:`token_weights`."""
+    tokens = _sequence_token_counts(response_mask, lengths)
+    return LossCounts(tokens=int(tokens.sum()), sequences=int((tokens > 0).sum()))
+
+
+def token_weights(
+    response_mask: Tensor,
+    mode: str,
+    *,
+    global_tokens: int,
+    global_sequences: int,
+    lengths: Tensor | None = None,
+    horizon: int | None = None,
+) -> Tensor:
+    """Compute each token's weight in the mini-batch's loss; 0 outside the mask.
+
+    - ``token-mean``: mean over all trained tokens (Yu et al. 2025, arXiv:2503.14476).
+    - ``token-sum``: sum over all trained tokens, so that a step grows with the mini-batch.
+    - ``seq-mean-token-sum``: sum over a sequence's tokens, mean over sequences.
+    - ``seq-mean-token-mean``: mean over a sequence's tokens, mean over sequences (Shao et al. 2024, eq. 3).
+    - ``seq-mean-token-sum-norm``: sum over a sequence's tokens divided by ``horizon``, mean over sequences
+      (Liu et al. 2025, arXiv:2503.20783).
+
+    A sequence without a trained token counts in no mean.
+
+    Args:
+        global_tokens: trained tokens of the whole mini-batch, over all ranks (see :func:`loss_counts`).
+        lengths: ``[b]`` integers that add up to ``n``: the tokens of each packed sequence. Sequences must be complete.
+        horizon: the divisor of ``seq-mean-token-sum-norm``.
+
+    Returns:
+        float32, same shape as ``response_mask``.
+
+    Raises:
+        ConfigError: the mode is unknown.
+        ValueError: ``horizon`` is missing, or a packed mask comes without ``lengths``.
+    """
+    counts = _sequence_token_counts(response_mask, lengths)
+    sequence_tokens = expand_to_tokens(counts, response_mask, lengths)
+    weight = AGGREGATIONS[mode](_Normalizers(sequence_tokens, LossCounts(global_tokens, global_sequences), horizon))
+    return (response_mask.bool() * weight).float()
+
+
+def clipped_value_loss(vpreds: Tensor, values: Tensor, returns: Tensor, cliprange_value: float) -> TokenLoss:
+    """Compute a critic's clipped squared error (PPO): no gradient for values far from the old ones.
+
+    ``0.5 * max((v - G)^2, (clip(v, V - c, V + c) - G)^2)``, as in the reference implementation of Schulman et al. 2017.
+    Tensors are rectangles ``[b, R]`` or packed tokens ``[n]``.
+
+    Args:
+        vpreds: current values ``v``, with gradients.
+        values: ``V``, before this step's updates.
+        returns: regression targets ``G``.
+        cliprange_value: ``c``.
+
+    Returns:
+        The loss, with diagnostics ``vf_clipfrac`` (1 if the clip removed the gradient) and ``vpred_mean``.
+    """
+    clipped_values = torch.minimum(torch.maximum(vpreds, values - cliprange_value), values + cliprange_value)
+    plain, clipped = (vpreds - returns) ** 2, (clipped_values - returns) ** 2
+    return TokenLoss(
+        loss=0.5 * torch.maximum(plain, clipped),
+        diagnostics={"vf_clipfrac": (clipped > plain).to(plain.dtype), "vpred_mean": vpreds.detach()},
+    )

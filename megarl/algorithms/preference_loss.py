@@ -1,4 +1,4 @@
-"""Losses of preference optimization: DPO, IPO, SLiC (hinge) and SimPO on pairs of responses, KTO on single responses.
+"""Preference losses: DPO, IPO, SLiC (hinge), SimPO and Bradley-Terry on pairs of responses, KTO on single responses.
 
 In the formulas ``c`` is the chosen response of a pair, ``r`` the rejected one, ``log p(y)`` the log-prob of a response
 summed over its tokens, ``q`` the reference, and ``|y|`` the number of tokens.
@@ -54,7 +54,7 @@ class PreferenceInputs:
     options: PreferenceLossOptions = field(kw_only=True)
 
     def log_ratios(self) -> tuple[Tensor, Tensor]:
-        """Return ``log p(y) - log q(y)`` of the chosen and of the rejected responses.
+        """Return ``log p(y) - log q(y)`` of chosen and rejected responses.
 
         Raises:
             ValueError: there are no log-probs of a reference.
@@ -94,7 +94,7 @@ def slic_hinge(inputs: PreferenceInputs) -> TokenLoss:
 def ipo(inputs: PreferenceInputs) -> TokenLoss:
     """Identity preference optimization: ``(h - 1 / (2 b))^2``, with ``h`` of log-ratios averaged over the tokens.
 
-    Azar et al. 2023 (arXiv:2310.12036), equation 17. The average over tokens is that of the authors' recommendation to
+    Azar et al. 2023 (arXiv:2310.12036), equation 17. The average over tokens follows the authors' recommendation to
     TRL: the target ``1 / (2 b)`` then does not depend on the lengths.
     """
     beta = inputs.options.beta
@@ -141,7 +141,7 @@ def kto_kl(log_ratios: Tensor) -> float:
     Ethayarajh et al. 2024 (arXiv:2402.01306), section 4.1: ``z_0 = max(0, mean(log p(y'|x) - log q(y'|x)))``.
 
     Args:
-        log_ratios: ``[n]``, of the mismatched pairs of prompt and response of a whole step.
+        log_ratios: ``[n]``, over a step's mismatched pairs of prompt and response.
     """
     return max(0.0, log_ratios.double().mean().item())
 
@@ -160,6 +160,32 @@ def kto(inputs: LabelledInputs) -> TokenLoss:
         "reward": inputs.beta * inputs.log_ratios.detach(),
     }
     return TokenLoss(weights * (1 - values), diagnostics)
+
+
+def bradley_terry_loss(
+    chosen: Tensor, rejected: Tensor, margins: Tensor | None = None, center_coefficient: float = 0.0
+) -> TokenLoss:
+    """Compute the Bradley-Terry loss: negative log-likelihood that the chosen response wins, per pair.
+
+    ``-log sigmoid(r_c - r_r - m) + c * (r_c + r_r)^2``: Ouyang et al. 2022 (arXiv:2203.02155), equation 1; the margin
+    ``m`` is that of Touvron et al. 2023 (arXiv:2307.09288), equation 2; the second term, which keeps rewards around
+    zero, is that of Eisenstein et al. 2023 (arXiv:2312.09244).
+
+    Args:
+        chosen: rewards of the better responses, ``r_c``, ``[pairs]``.
+        rejected: rewards of the worse responses, ``r_r``.
+        margins: required differences, ``m``; None = 0.
+        center_coefficient: ``c``.
+
+    Returns:
+        The loss, with diagnostics ``accuracy`` (1 if the chosen response has the larger reward), ``margin``
+        (``r_c - r_r``), ``chosen_reward`` and ``rejected_reward``.
+    """
+    difference = chosen - rejected
+    loss = -F.logsigmoid(difference if margins is None else difference - margins)
+    if center_coefficient:
+        loss = loss + center_coefficient * (chosen + rejected) ** 2
+    return _with_rewards(loss, chosen, rejected)
 
 
 def _count(tokens: Tensor) -> Tensor:

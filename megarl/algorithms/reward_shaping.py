@@ -10,6 +10,7 @@ import torch.nn.functional as F
 from torch import Tensor
 
 from megarl.algorithms.masked import (
+    Moments,
     expand_to_tokens,
     flat_tokens,
     kept_before,
@@ -17,7 +18,6 @@ from megarl.algorithms.masked import (
     sequence_means,
     sequence_starts,
 )
-from megarl.algorithms.moments import Moments
 
 
 def sequence_quality(ref_log_prob: Tensor, mask: Tensor, lengths: Tensor | None = None) -> Tensor:
@@ -27,11 +27,10 @@ def sequence_quality(ref_log_prob: Tensor, mask: Tensor, lengths: Tensor | None 
     makes responses of different lengths comparable; their plain likelihood falls with every token.
 
     Args:
-        ref_log_prob: ``[b, R]``, or packed ``[n]``, in nats.
-        mask: same shape, 1 for tokens that count; other entries are not read.
+        ref_log_prob: in nats.
 
     Returns:
-        ``[b]`` float64; 1 for a row without a counted token.
+        ``[b]`` float64; 1 for a row without a token in the mask.
     """
     return sequence_means(ref_log_prob, mask, lengths).exp()
 
@@ -44,7 +43,7 @@ def blend_quality(
     The sum over a row becomes ``(1 - w) * sum + w * quality``. A score on the last token stays on that token.
 
     Args:
-        scores: ``[b, R]`` rewards per token, or packed ``[n]``.
+        scores: rewards per token.
         quality: ``[b]``.
         rows: ``[b]`` bool, the rows to blend; others keep their scores.
         last: ``[b]`` int64, index of each row's last response token in its row.
@@ -56,13 +55,7 @@ def blend_quality(
 
 
 def add_at_last(rewards: Tensor, amounts: Tensor, rows: Tensor, last: Tensor, lengths: Tensor | None = None) -> Tensor:
-    """Add ``amounts [b]`` to ``rewards`` at the last response token of the selected ``rows``.
-
-    Args:
-        rewards: rewards per token, ``[b, R]`` or packed ``[n]``.
-        amounts: one per row, in the rewards' unit.
-        rows: ``[b]`` bool, the rows to change.
-    """
+    """Add ``amounts [b]`` to rewards per token at the last response token of the ``rows``, ``[b]`` bool."""
     flat, counts = flat_tokens(rewards, lengths)
     places = (sequence_starts(counts) + last)[rows]
     return flat.index_add(0, places, amounts[rows].to(rewards.dtype)).view_as(rewards)
@@ -77,10 +70,6 @@ def on_trained_tokens(rewards: Tensor, response_mask: Tensor, lengths: Tensor | 
     """Move rewards onto the mask: each to the trained token before it, or to the first trained token.
 
     The sum over a row does not change. A row without a trained token gets no rewards.
-
-    Args:
-        rewards: ``[b, R]``, or packed ``[n]``.
-        response_mask: same shape.
     """
     (flat, counts), (kept, _) = flat_tokens(rewards, lengths), flat_tokens(response_mask.bool(), lengths)
     moved = torch.where(kept, flat, 0.0)
@@ -99,8 +88,8 @@ def whiten_rewards(rewards: Tensor, response_mask: Tensor, moments: Moments | No
     code does so before GAE).
 
     Args:
-        rewards: ``[b, R]``, or packed ``[n]``; on the mask, see :func:`on_trained_tokens`.
-        moments: of the rewards of all processes; None = of these rewards.
+        rewards: on the mask, see :func:`on_trained_tokens`.
+        moments: over all processes; None = of these rewards.
     """
     kept = response_mask.bool()
     moments = Moments.of(rewards[kept]) if moments is None else moments

@@ -9,6 +9,11 @@ part of a batch: statistics follow from moments and counts, which merge over the
 Masks: ``trained`` marks trained tokens, ``compared`` the trained tokens that the engine sampled. A tool result may be
 trained on, but the engine has no log-prob for it: it takes part in no ratio, and its weight in a token-level correction
 is 1.
+
+Stale tokens have three policies: the behaviour policy sampled them, the proximal policy has the weights of the last
+sync, and the current policy is trained (Fu et al. 2025, arXiv:2505.24298, section 5.2). Decoupled PPO clips the ratio
+about the proximal policy and weighs it by ``p_proximal / p_behaviour``. AReaL's ``prox_logp_method=loglinear``
+estimates the proximal log-probs from the other two and the versions of the weights, without a forward pass.
 """
 
 from __future__ import annotations
@@ -21,6 +26,8 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms.masked import (
+    Moments,
+    PairMoments,
     expand_to_tokens,
     have_tokens,
     select_tokens,
@@ -28,7 +35,6 @@ from megarl.algorithms.masked import (
     sequence_means,
     sequence_sums,
 )
-from megarl.algorithms.moments import Moments, PairMoments
 from megarl.algorithms.policy_loss import LOG_RATIO_LIMIT
 from megarl.base.reductions import Largest, Smallest
 
@@ -66,8 +72,7 @@ class Correction:
     """A configured rollout correction.
 
     Attributes:
-        level: of the importance weights, see :func:`importance_weights`; None = no weights.
-        rules: rejection rules; empty = none.
+        level: see :func:`importance_weights`; None = no weights.
     """
 
     level: str | None
@@ -81,13 +86,13 @@ def log_ratios(old: Tensor, rollout: Tensor, compared: Tensor) -> Tensor:
 
 
 class WeightMoments(NamedTuple):
-    """Moments of the importance weights of some rows, and of the ratios before truncation.
+    """Moments of importance weights and of their ratios before truncation, over some rows.
 
     Attributes:
-        tokens: of the weights of compared tokens.
-        sequences: of the weights of sequences; empty for weights by token.
-        distances: of the distances of the sequences' weights from 1.
-        log_ratios: of ``log r`` before truncation, of tokens or of sequences.
+        tokens: weights of compared tokens.
+        sequences: weights of sequences; empty for weights by token.
+        distances: distances of the sequences' weights from 1.
+        log_ratios: ``log r`` before truncation, by token or sequence.
         high: number of ratios above the upper bound.
         low: number of ratios below the lower bound, or below the reciprocal of the upper one.
     """
@@ -115,8 +120,8 @@ class WeightMoments(NamedTuple):
     def statistics(self) -> Statistics:
         """Compute ``rollout_is_*`` without a prefix; empty without a compared token.
 
-        ``mean``, ``std`` and ``eff_sample_size`` are of the final weights of tokens, ``seq_*`` of those of sequences;
-        ``min``, ``max`` and the fractions of the ratios before truncation.
+        ``mean``, ``std`` and ``eff_sample_size`` describe the final token weights, ``seq_*`` the final sequence
+        weights; ``min``, ``max`` and the fractions describe the ratios before truncation.
         """
         tokens, whole, ratios = self.tokens, self.sequences, self.log_ratios
         if not tokens.count:
@@ -153,7 +158,7 @@ def importance_weights(
     mean: float = 1.0,
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, WeightMoments]:
-    """Compute the importance weight of each token's policy loss, with moments of the weights.
+    """Compute each token's importance weight, and the weights' moments.
 
     Args:
         level: ``token``: ``r`` of the token; ``sequence``: the product of all ``r`` of its sequence.
@@ -173,7 +178,7 @@ def importance_weights(
 
 
 def truncated(weights: Tensor, bounds: Truncation) -> Tensor:
-    """Clamp weights to the upper bound, or set those outside of two bounds to 0."""
+    """Clamp weights to the upper bound, or zero all outside of two bounds."""
     if bounds.lower is None:
         return weights.clamp(max=bounds.upper)
     return torch.where((weights >= bounds.lower) & (weights <= bounds.upper), weights, 0.0)
@@ -238,10 +243,7 @@ class RejectionCounts(NamedTuple):
         return cls(*[*counts, by_rule])
 
     def statistics(self) -> Statistics:
-        """Compute ``rollout_rs_masked_fraction`` of the tokens, ``rollout_rs_seq_masked_fraction`` of the sequences.
-
-        And the fraction of the tokens that each rule rejects.
-        """
+        """Compute the rejected fractions: of tokens, of sequences, and of tokens by rule."""
         tokens, sequences = max(self.tokens, 1), max(self.sequences, 1)
         by_rule = {f"rollout_rs_{option}_masked_fraction": count / tokens for option, count in self.by_rule.items()}
         return {
@@ -259,9 +261,6 @@ def rejected_tokens(
     lengths: Tensor | None = None,
 ) -> tuple[Tensor, RejectionCounts]:
     """Select the tokens that at least one of the rules rejects.
-
-    Args:
-        rules: at least one.
 
     Returns:
         ``[b, R]`` bool within ``trained``; and the numbers of rejected tokens and sequences.
@@ -299,23 +298,19 @@ def _outside(log_ratio: Tensor, compared: Tensor, rule: Rejection, lengths: Tens
 
 
 class RatioMoments(NamedTuple):
-    """Moments of the log-probs of actor ("training") and engine ("rollout") over compared tokens, of some rows.
+    """Moments that compare the actor's log-probs ("training") with the engine's ("rollout"), over some rows.
 
     Attributes:
-        log_ratio: of ``log r`` per token.
-        k3: of the k3 estimate per token.
-        squared: of ``r^2`` per token.
-        squared_sequence: of the square of a sequence's product of all ``r``.
-        training: of a sequence's log-perplexity under the actor.
-        rollout: of a sequence's log-perplexity under the engine.
-        training_ppl: of a sequence's perplexity under the actor.
-        rollout_ppl: of a sequence's perplexity under the engine.
-        ppl_ratio: of the first perplexity over the second.
-        difference: of the first log-perplexity minus the second.
-        distance: of the absolute value of this difference.
-        log_distance: of the distance of the log-probs per token.
-        prob_distance: of the distance of the probabilities per token.
-        probs: of the engine's and the actor's probability per token.
+        log_ratio: ``log r`` per compared token, as all numbers per token.
+        squared: ``r^2`` per token.
+        squared_sequence: square of a sequence's product of all ``r``.
+        training: log-perplexity of a sequence under the actor, ``training_ppl`` its exponential.
+        rollout: log-perplexity of a sequence under the engine, ``rollout_ppl`` its exponential.
+        ppl_ratio: the first perplexity over the second.
+        difference: the first log-perplexity minus the second, ``distance`` its absolute value.
+        log_distance: distance of the log-probs per token.
+        prob_distance: distance of the probabilities per token.
+        probs: the engine's and the actor's probability per token.
     """
 
     log_ratio: Moments
@@ -335,11 +330,9 @@ class RatioMoments(NamedTuple):
 
     @classmethod
     def of(cls, old: Tensor, rollout: Tensor, compared: Tensor, lengths: Tensor | None = None) -> RatioMoments:
-        """Compute the moments; perplexities are those of sequences with a compared token.
+        """Compute the moments of the actor's and the engine's log-probs, ``[b, R]`` each.
 
-        Args:
-            old: the actor's log-probs, ``[b, R]``.
-            rollout: the engine's, ``[b, R]``.
+        Sequences without a compared token have no perplexity.
         """
         mask = compared.bool()
         rows = have_tokens(mask, lengths)
@@ -395,7 +388,7 @@ class RatioMoments(NamedTuple):
         }
 
     def differences(self) -> Statistics:
-        """Compute differences of log-probs and of probabilities, and the correlation of the probabilities.
+        """Compute how log-probs and probabilities differ, and how the probabilities correlate.
 
         ``rollout_actor_probs_pearson_corr`` is missing if the probabilities of one side are constant.
         """
@@ -410,3 +403,35 @@ class RatioMoments(NamedTuple):
         }
         correlation = self.probs.correlation
         return statistics if correlation is None else {**statistics, "rollout_actor_probs_pearson_corr": correlation}
+
+
+def proximal_fractions(versions: Tensor, proximal_version: int) -> Tensor:
+    """Place the proximal policy between behaviour (0) and current policy (1), by versions, for each token.
+
+    ``(v_proximal - v_behaviour) / (v_current - v_behaviour)`` with ``v_current = v_proximal + 1``: the update in
+    progress creates the next version.
+
+    Args:
+        versions: version of the weights that sampled each token, any shape; negative = none, such as tool results.
+        proximal_version: version of the last weight sync.
+
+    Returns:
+        float32, in the shape of ``versions``; 0 for tokens of the last version or of none.
+    """
+    behind = (proximal_version - versions).clamp(min=0).float()
+    return torch.where(versions >= 0, behind / (behind + 1), 0.0)
+
+
+def loglinear_log_probs(log_prob: Tensor, behaviour: Tensor, fractions: Tensor) -> Tensor:
+    """Estimate the proximal log-probs, ``behaviour + fraction (log_prob - behaviour)``, without gradients.
+
+    Args:
+        behaviour: log-probs under the policy that sampled the tokens, in the shape of ``log_prob``.
+        fractions: see :func:`proximal_fractions`.
+    """
+    return behaviour + fractions * (log_prob.detach() - behaviour)
+
+
+def proximal_weights(proximal: Tensor, behaviour: Tensor, bounds: Truncation) -> Tensor:
+    """Compute the importance weight ``p_proximal / p_behaviour`` of each token, within bounds; any shape."""
+    return truncated((proximal - behaviour).clamp(-LOG_RATIO_LIMIT, LOG_RATIO_LIMIT).exp(), bounds)

@@ -41,7 +41,7 @@ class WeightSchedule:
 
     Attributes:
         max_weight: the weight after the warm-up.
-        warmup_steps: training steps of the warm-up; 0 = no warm-up.
+        warmup_steps: 0 = no warm-up.
         stairs: number of stairs of the shape ``step``; other shapes do not read it.
     """
 
@@ -74,17 +74,6 @@ def _load_user_shape(spec: str, key: str) -> Shape:
 SCHEDULES: Registry[Shape] = Registry("schedule", loader=_load_user_shape)
 
 
-def load_schedule(spec: str) -> Shape:
-    """Return a registered shape, or load a user's from ``path.py:function`` or a dotted path.
-
-    A user's function takes the progress alone.
-
-    Raises:
-        ConfigError: the shape is unknown, or a user's shape leaves [0, 1], falls, or is not 1 at the end.
-    """
-    return SCHEDULES.find(spec)
-
-
 def _check_shape(spec: str, function: Callable[[float], Any]) -> None:
     last = 0.0
     for number in range(_CHECKED_POINTS + 1):
@@ -103,45 +92,22 @@ def _check_shape(spec: str, function: Callable[[float], Any]) -> None:
         raise ConfigError(text, code="algorithm.schedule-end")
 
 
-@SCHEDULES.register("linear")
-def linear(progress: float, stairs: int = 1) -> float:
-    """Return ``x``."""
-    return progress
-
-
-@SCHEDULES.register("cosine")
-def cosine(progress: float, stairs: int = 1) -> float:
-    """Follow half a wave: ``(1 - cos(pi x)) / 2``."""
-    return 0.5 * (1.0 - math.cos(math.pi * progress))
-
-
-@SCHEDULES.register("sigmoid")
-def sigmoid(progress: float, stairs: int = 1) -> float:
+def _sigmoid(progress: float, stairs: int) -> float:
     """Compute ``(s(x) - s(0)) / (s(1) - s(0))`` with ``s(x) = 1 / (1 + exp(-10 (x - 1/2)))``."""
-    start, end = _logistic(0.0), _logistic(1.0)
-    return (_logistic(progress) - start) / (end - start)
+    share, start, end = (1.0 / (1.0 + math.exp(-SIGMOID_STEEPNESS * (x - 0.5))) for x in (progress, 0.0, 1.0))
+    return (share - start) / (end - start)
 
 
-@SCHEDULES.register("exp")
-def exponential(progress: float, stairs: int = 1) -> float:
-    """Compute ``(exp(5 x) - 1) / (exp(5) - 1)``: slow at first, then steep."""
-    return math.expm1(EXP_STEEPNESS * progress) / math.expm1(EXP_STEEPNESS)
-
-
-@SCHEDULES.register("step")
-def step(progress: float, stairs: int = 1) -> float:
-    """Climb ``stairs`` equal stairs: ``floor(stairs x) / stairs``; the last stair is the end of the warm-up."""
-    return math.floor(progress * stairs + _ROUNDING) / stairs
-
-
-@SCHEDULES.register("constant")
-def constant(progress: float, stairs: int = 1) -> float:
-    """Return 1 from the start: the warm-up has no effect."""
-    return 1.0
-
-
-def _logistic(progress: float) -> float:
-    return 1.0 / (1.0 + math.exp(-SIGMOID_STEEPNESS * (progress - 0.5)))
+SCHEDULES.update(
+    {
+        "linear": lambda x, stairs: x,
+        "cosine": lambda x, stairs: 0.5 * (1.0 - math.cos(math.pi * x)),
+        "sigmoid": _sigmoid,
+        "exp": lambda x, stairs: math.expm1(EXP_STEEPNESS * x) / math.expm1(EXP_STEEPNESS),
+        "step": lambda x, stairs: math.floor(x * stairs + _ROUNDING) / stairs,  # the last stair is the end
+        "constant": lambda x, stairs: 1.0,
+    }
+)
 
 
 @dataclass(frozen=True, kw_only=True)

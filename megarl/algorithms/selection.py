@@ -52,21 +52,13 @@ def best_of_groups(scores: np.ndarray, groups: np.ndarray, counted: np.ndarray, 
     return np.sort(np.concatenate(kept)) if kept else np.empty(0, dtype=np.int64)
 
 
-@REWEIGHT_METHODS.register("pow")
-def _pow(scores: np.ndarray, power: float) -> np.ndarray:
-    weights: np.ndarray = np.abs(scores) ** power
-    return weights
-
-
-@REWEIGHT_METHODS.register("max_min")
-def _max_min(scores: np.ndarray, power: float) -> np.ndarray:
-    weights: np.ndarray = ((scores == scores.max()) | (scores == scores.min())).astype(float)
-    return weights
-
-
-@REWEIGHT_METHODS.register("max_random")
-def _max_random(scores: np.ndarray, power: float) -> np.ndarray:
-    return np.where(scores == scores.max(), 0.4, 0.1)
+REWEIGHT_METHODS.update(
+    {
+        "pow": lambda scores, power: np.abs(scores) ** power,
+        "max_min": lambda scores, power: ((scores == scores.max()) | (scores == scores.min())).astype(float),
+        "max_random": lambda scores, power: np.where(scores == scores.max(), 0.4, 0.1),
+    }
+)
 
 
 def policy_filtration_rows(
@@ -79,10 +71,7 @@ def policy_filtration_rows(
     0 otherwise; ``max_random``: 0.4 for the best score, 0.1 otherwise.
 
     Args:
-        scores: ``[b]``, one per response.
         counted: ``[b]`` bool, rows with trained tokens; the others are drawn only if no row has any.
-        power: exponent of ``pow``.
-
     Returns:
         ``[b]`` row numbers.
 

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING
 
 from megarl.agents.runner import AgentRunner
 from megarl.agents.trajectories import PackedSamples
-from megarl.agents.types import ConversationGroup, FinishedSample, SampleId, StoredTurn
+from megarl.agents.types import ConversationGroup, SampleId, StoredTurn, Trajectory
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.redaction import remember_secrets
 from megarl.base.user_code import import_user_modules
@@ -83,7 +83,7 @@ class AgentRunnerWorker:
     @verb(Dispatch.RANK)
     def finished(self, wait_s: float) -> RunnerReport:
         """Report finished samples."""
-        samples: list[FinishedSample] = []
+        samples: dict[SampleId, Trajectory] = {}
         failure = None
         try:
             samples = self._runner.finished(wait_s)

@@ -6,19 +6,20 @@ The runners send requests to the replicas' processes (:class:`ReplicaProcess`).
 from __future__ import annotations
 
 import contextlib
+import itertools
 import logging
 import secrets
 import time
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
 import ray
 
 from megarl.agents.endpoint.server import make_token
-from megarl.agents.types import ConversationGroup, FinishedSample, SampleId, StoredTurn
+from megarl.agents.types import ConversationGroup, SampleId, StoredTurn, Trajectory
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import StepImpossible, WorkerError
 from megarl.cluster.agent_runner_worker import AgentRunnerWorker, RunnerReport
@@ -200,17 +201,17 @@ class AgentRunners:
     def submit(self, groups: Sequence[ConversationGroup]) -> None:
         """Distribute groups over the runners; see :class:`~megarl.agents.types.ConversationService`."""
         self._groups |= {group.number: group for group in groups}
-        self._unfinished.update({group.number: len(group.samples) for group in groups})
+        self._unfinished.update({group.number: len(group.ids) for group in groups})
         self._distribute(groups)
 
-    def finished(self, wait_s: float) -> list[FinishedSample]:
+    def finished(self, wait_s: float) -> dict[SampleId, Trajectory]:
         """Collect finished samples of all runners; see :class:`~megarl.agents.types.ConversationService`.
 
         Raises:
             RunnersLost: more than :data:`MOST_LOST` runners were lost since :meth:`open` or :meth:`take_stats`.
         """
         deadline = time.monotonic() + wait_s
-        samples: list[FinishedSample] = []
+        samples: dict[SampleId, Trajectory] = {}
         while not samples:
             for runner in self._runners.values():
                 runner.report = runner.report or (runner.handle.submit("finished", REPORT_S), time.monotonic())
@@ -219,7 +220,7 @@ class AgentRunners:
             ready = first_ready(refs, max(0.0, min(left, REPORT_S)))
             for rank, runner in list(self._runners.items()):
                 try:
-                    samples += self._read_report(runner, ready, in_foreground=wait_s > 0)
+                    samples |= self._read_report(runner, ready, in_foreground=wait_s > 0)
                 except (WorkerFailed, WorkerSilent) as failure:
                     if not _is_lost(failure):
                         raise
@@ -315,7 +316,7 @@ class AgentRunners:
         load = Counter({rank: len(runner.running) for rank, runner in self._runners.items()})
         for group in groups:
             rank = min(self._runners, key=lambda rank: (load[rank], rank))
-            load[rank] += len(group.samples)
+            load[rank] += len(group.ids)
             parts.setdefault(rank, []).append(group)
         for rank, part in parts.items():
             self._runners[rank].running.update(name for group in part for name in group.ids)
@@ -323,7 +324,7 @@ class AgentRunners:
 
     def _read_report(
         self, runner: _Runner, ready: Sequence[ray.ObjectRef], *, in_foreground: bool
-    ) -> list[FinishedSample]:
+    ) -> dict[SampleId, Trajectory]:
         """Return the samples of a report that is ready.
 
         Turns and scores count as progress for the watchdog only if the caller waits for them: otherwise it watches
@@ -340,7 +341,7 @@ class AgentRunners:
         call, since = runner.report
         if call.ref not in ready:
             if time.monotonic() - since <= REPORT_S + self._timeout_s:
-                return []
+                return {}
             # After a long pause of the driver several reports are ready, and only the first of them is in `ready`.
             if not first_ready([call.ref], 0.0):
                 raise WorkerSilent(f"no answer within {self._timeout_s:g} s", [(call.role, call.rank)])
@@ -356,8 +357,8 @@ class AgentRunners:
         has_others = isinstance(report.failure, NoReplicaLeft) and since < self._replaced_at
         if report.failure is not None and not has_others:
             raise report.failure
-        samples = [sample for sample in report.samples.unpack() if sample.name in runner.running]
-        self._end(runner, [sample.name for sample in samples])
+        samples = {name: ended for name, ended in report.samples.unpack().items() if name in runner.running}
+        self._end(runner, list(samples))
         return samples
 
     def _end(self, runner: _Runner, names: Sequence[SampleId]) -> None:
@@ -389,8 +390,9 @@ class AgentRunners:
             self._group.restart(self._dead)
             self._runners = {lost: self._open(lost) for lost in self._dead}
             self._dead = []
-        groups = {name.group: self._groups[name.group].only(runner.running) for name in sorted(runner.running)}
-        self._distribute(groups.values())
+        by_group = itertools.groupby(sorted(runner.running), lambda name: name.group)
+        samples = {number: {name.sample for name in names} for number, names in by_group}
+        self._distribute(replace(self._groups[number], samples=chosen) for number, chosen in samples.items())
 
 
 def _is_lost(failure: WorkerFailed | WorkerSilent) -> bool:

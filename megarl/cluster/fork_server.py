@@ -53,7 +53,7 @@ WORKER_MODULES = (
     "transformers.models.auto.tokenization_auto",
     "torch._dynamo",  # the first optimizer of a process imports it
     "megarl.models.families",
-    "megarl.agents.single_turn",
+    "megarl.agents.loop",
     "megarl.tracing.stall",
     "megarl.tracing.trace_file",
     "requests",  # this and the following: Ray imports them

@@ -24,7 +24,7 @@ from megarl.data import (
     fewest_micro_batches,
     token_counts,
 )
-from megarl.data.remote import Chunk, ChunkReference
+from megarl.data.ragged import Chunk, ChunkReference
 from megarl.data.remote_columns import write_values
 from megarl.data.shared_prompts import SharedPromptRows, partition_by_prompt
 from megarl.models.sequence_cost import TOKENS, SequenceCost

@@ -17,7 +17,7 @@ from ray.exceptions import RayError
 
 from megarl.base.errors import WorkerError
 from megarl.data import DataProto
-from megarl.data.remote import Chunk, ChunkReference, ChunkTuple
+from megarl.data.ragged import Chunk, ChunkReference, ChunkTuple
 from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate
 
 RUN_GAIN = 8

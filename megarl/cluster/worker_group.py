@@ -28,8 +28,7 @@ from megarl.cluster.resources import PlacedPool
 from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
 from megarl.cluster.worker_process import BusyResult, WorkerInfo
 from megarl.data import DataProto
-from megarl.data.remote_columns import write_values
-from megarl.data.row_map import RowFunction, RowMap
+from megarl.data.remote_columns import RowFunction, RowMap, write_values
 from megarl.models.layout import ParallelLayout
 from megarl.sharding.placement import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
@@ -345,7 +344,7 @@ class WorkerGroup:
     def _map_rows(
         self, partition: Partition, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
     ) -> tuple[DataProto, list[Any]]:
-        """Run a row function on the owners; see :class:`megarl.data.row_map.RowMap`.
+        """Run a row function on the owners; see :class:`megarl.data.remote_columns.RowMap`.
 
         Args:
             partition: rows of each owner, of as many as have rows.

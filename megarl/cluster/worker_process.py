@@ -27,8 +27,8 @@ from megarl.workers.dispatch import VerbMark, WorkerPlace, read_marks
 if TYPE_CHECKING:
     from megarl.cluster.stored_chunks import Payload
     from megarl.data import DataProto
-    from megarl.data.remote import Chunk
-    from megarl.data.row_map import RowFunction
+    from megarl.data.ragged import Chunk
+    from megarl.data.remote_columns import RowFunction
 
 logger = logging.getLogger(__name__)
 

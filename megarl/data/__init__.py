@@ -9,28 +9,39 @@ from importlib import import_module
 from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
-    from megarl.data.balance import balance_mini_batches, balanced_partition, stratified_minibatch_order
-    from megarl.data.columns import COLUMNS, NON_TENSOR_COLUMNS, Column, declare_column
+    from megarl.data.balance import (
+        balance_mini_batches,
+        balanced_partition,
+        check_longest,
+        common_micro_batch_count,
+        fewest_micro_batches,
+        plan_micro_batches,
+        stratified_minibatch_order,
+    )
+    from megarl.data.columns import (
+        COLUMNS,
+        NON_TENSOR_COLUMNS,
+        Column,
+        attention_mask_of,
+        declare_column,
+        pad_left,
+        pad_right,
+    )
     from megarl.data.dataset import RLHFDataset
-    from megarl.data.labelled_responses import KTO_COLUMNS, LabelledResponses
     from megarl.data.loader import StatefulLoader
-    from megarl.data.packing import check_longest, common_micro_batch_count, fewest_micro_batches, plan_micro_batches
     from megarl.data.protocol import DataProto, sequence_lengths, token_counts
     from megarl.data.rows import check_files
-    from megarl.data.sequences import attention_mask_of, pad_left, pad_right
-    from megarl.data.supervised_datasets import PairDataset, SFTDataset
+    from megarl.data.supervised_datasets import KTO_COLUMNS, LabelledResponses, PairDataset, SFTDataset
 
 _NAMES = {
-    "balance": "balance_mini_batches balanced_partition stratified_minibatch_order",
-    "columns": "COLUMNS NON_TENSOR_COLUMNS Column declare_column",
+    "balance": "balance_mini_batches balanced_partition check_longest common_micro_batch_count fewest_micro_batches "
+    "plan_micro_batches stratified_minibatch_order",
+    "columns": "COLUMNS NON_TENSOR_COLUMNS Column attention_mask_of declare_column pad_left pad_right",
     "dataset": "RLHFDataset",
-    "labelled_responses": "KTO_COLUMNS LabelledResponses",
     "loader": "StatefulLoader",
-    "packing": "check_longest common_micro_batch_count fewest_micro_batches plan_micro_batches",
     "protocol": "DataProto sequence_lengths token_counts",
     "rows": "check_files",
-    "sequences": "attention_mask_of pad_left pad_right",
-    "supervised_datasets": "PairDataset SFTDataset",
+    "supervised_datasets": "KTO_COLUMNS LabelledResponses PairDataset SFTDataset",
 }
 """Public names by module."""
 _MODULES = {name: module for module, names in _NAMES.items() for name in names.split()}

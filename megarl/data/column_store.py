@@ -5,7 +5,7 @@ columns are stored as they are. Stored columns do not change, and batches share 
 payload contains numpy arrays only: a view never sends its complete storage, and Ray moves the bytes without a copy. It
 describes itself; the receiver needs no declarations.
 
-The values of a ragged column may be remote (:mod:`megarl.data.remote`). Each read of a remote column fetches them.
+The values of a ragged column may be remote (:mod:`megarl.data.ragged`). Each read of a remote column fetches them.
 Selections and concatenations do not.
 """
 
@@ -21,22 +21,19 @@ from torch import Tensor
 from torch.nn import functional
 
 from megarl.base.errors import DataError
-from megarl.data.columns import COLUMNS, Column, Widths, column_widths
+from megarl.data.columns import COLUMNS, Column, Spans, Widths, column_widths, spans_of_mask
 from megarl.data.ragged import (
     JoinedPlaces,
     RaggedColumn,
     Rows,
-    TerminalValues,
+    RowSelection,
     dtype_name,
     join_ragged,
     regions_of,
-    row_starts,
     trimmed_lengths,
     without_padding,
     writeable,
 )
-from megarl.data.remote import RowSelection
-from megarl.data.sequences import Spans, spans_of_mask
 
 
 class DenseColumn(NamedTuple):
@@ -136,72 +133,6 @@ class Columns(Mapping[str, Tensor]):
             }
         )
 
-    def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """See :meth:`megarl.data.DataProto.packed`."""
-        spans, stored = self._known_spans(name), self.stored[name]
-        alignment = stored.alignment if isinstance(stored, RaggedColumn) else COLUMNS[name].alignment
-        lengths, starts = regions_of(spans)[alignment]
-        if isinstance(stored, RaggedColumn):
-            if np.array_equal(stored.lengths, lengths):
-                return stored.flat(dtype)
-            stored = stored.padded()
-        begins = row_starts(alignment, spans.prompt_width, lengths, starts)
-        ends = (begins + lengths).tolist()
-        rows = [row[start:end] for row, start, end in zip(stored, begins.tolist(), ends, strict=True)]
-        return torch.cat(rows).to(dtype) if rows else stored.new_empty((0, *stored.shape[2:]), dtype=dtype)
-
-    def row_lengths(self, name: str) -> Tensor:
-        """See :meth:`megarl.data.DataProto.row_lengths`."""
-        stored = self.stored[name]
-        alignment = stored.alignment if isinstance(stored, RaggedColumn) else COLUMNS[name].alignment
-        lengths, _ = regions_of(self._known_spans(name))[alignment]
-        return torch.from_numpy(lengths)
-
-    def of_tokens(self, tokens: Mapping[str, Tensor]) -> Columns:
-        """Build the columns of :meth:`megarl.data.DataProto.with_packed`."""
-        columns = {}
-        for name, values in tokens.items():
-            lengths, starts, width = self._region(COLUMNS[name])
-            if len(values) != lengths.sum():
-                text = f"column {name!r} has {len(values)} values; its rows have {lengths.sum()} tokens"
-                raise DataError(text, code="batch.column-tokens")
-            columns[name] = RaggedColumn.of_flat(COLUMNS[name], values, lengths, starts, width)
-        return Columns(columns)
-
-    def ends(self, name: str) -> Tensor | None:
-        """See :meth:`megarl.data.DataProto.ends`."""
-        stored = self.stored[name]
-        if not isinstance(stored, RaggedColumn) or not isinstance(stored.values, TerminalValues):
-            return None
-        return torch.from_numpy(np.where(stored.lengths > 0, stored.values.ends, 0))
-
-    def of_ends(self, ends: Mapping[str, Tensor]) -> Columns:
-        """Build the columns of :meth:`megarl.data.DataProto.with_ends`."""
-        columns = {}
-        for name, values in ends.items():
-            lengths, starts, width = self._region(COLUMNS[name])
-            column, dtype = COLUMNS[name], dtype_name(values.dtype)
-            stored = TerminalValues(values.detach().cpu().numpy())
-            columns[name] = RaggedColumn(stored, lengths, starts, width, dtype, column.alignment, None, column.pad)
-        return Columns(columns)
-
-    def _region(self, column: Column) -> tuple[np.ndarray, np.ndarray | None, int]:
-        """Return lengths, starts and width that a new column has; see :class:`RaggedColumn`."""
-        spans = self._known_spans(column.name)
-        lengths, starts = regions_of(spans)[column.alignment]
-        for ragged in self.ragged.values():
-            if ragged.alignment == column.alignment and np.array_equal(ragged.lengths, lengths):
-                lengths = ragged.lengths  # columns that share an array are sent with one
-                break
-        widths = {"prompt": spans.prompt_width, "response": spans.response_width}
-        return lengths, starts, widths.get(column.alignment, sum(widths.values()))
-
-    def _known_spans(self, name: str) -> Spans:
-        if self.spans is None:
-            text = f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self)}"
-            raise DataError(text, code="batch.missing-column")
-        return self.spans
-
     def to_ragged(self) -> Columns:
         """Return all declared columns without padding, as far as it can be found, and the other columns as they are.
 
@@ -239,7 +170,7 @@ class Columns(Mapping[str, Tensor]):
 
 
 def ragged_columns(rows: Mapping[str, Rows], pads: Mapping[str, float]) -> Columns:
-    """Build the columns of a batch of samples from their rows, with an ``attention_mask`` of all their tokens.
+    """Build the columns of samples from their rows, with an ``attention_mask`` over all tokens.
 
     Args:
         rows: values of each row by declared column; ``prompts`` and ``responses`` too.

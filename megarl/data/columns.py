@@ -1,4 +1,4 @@
-"""Declarations of batch columns: meaning, alignment, dtype and padding value.
+"""Columns of a batch: their declarations, the spans of their tokens, and padded tensors from ragged rows.
 
 A phase reads a batch as padded tensors. Prompts are left-padded and responses right-padded, so that ``prompts |
 responses`` is one contiguous sequence per row:
@@ -7,15 +7,16 @@ responses`` is one contiguous sequence per row:
     attention_mask 0 0 1 1 1   1 1 0 0
 
 Only declared columns are stored without padding and can be concatenated at different widths. An undeclared column is
-stored as it is. ``b`` is the number of rows, ``P`` the width of the prompts, ``R`` the width of the responses.
+stored as it is. ``b`` is the number of rows, ``P`` the prompt width, ``R`` the response width.
 """
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, TypeAlias
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -29,11 +30,9 @@ class Column:
     """Declaration of a tensor column.
 
     Attributes:
-        name: key in ``DataProto.batch``.
         alignment: ``prompt`` is ``[b, P, ...]``, left-padded; ``response`` is ``[b, R, ...]``, right-padded;
             ``sequence`` is ``[b, P+R, ...]``, padded at both ends; ``row`` is ``[b, ...]``, one entry per row.
         dtype: dtype that megarl writes; only integer versus floating point is checked.
-        doc: meaning.
     """
 
     name: str
@@ -186,10 +185,7 @@ class Widths(NamedTuple):
 
 
 def column_widths(tensors: Mapping[str, Tensor]) -> Widths:
-    """Determine the widths P and R from the declared columns of a batch.
-
-    Args:
-        tensors: columns of one batch; undeclared columns are ignored.
+    """Determine the widths P and R from the declared columns of a batch; undeclared ones are ignored.
 
     Raises:
         DataError: a declared column has the wrong number of dimensions or kind of dtype, two columns of one alignment
@@ -233,3 +229,99 @@ def _check_kind(column: Column, tensor: Tensor) -> None:
         raise DataError(text, code="batch.column-shape")
     if tensor.dtype.is_floating_point != column.dtype.is_floating_point:
         raise DataError(f"column {column.name!r} is {tensor.dtype}, not like {column.dtype}", code="batch.column-dtype")
+
+
+Row: TypeAlias = Sequence[float] | np.ndarray
+
+
+class Spans(NamedTuple):
+    """Token spans of each row: the last ``prompt_lengths`` of P prompt columns, the first of R response columns.
+
+    The widths are P and R; the lengths are ``[b]`` int64.
+    """
+
+    prompt_width: int
+    response_width: int
+    prompt_lengths: Tensor
+    response_lengths: Tensor
+
+    def mask(self, alignment: Alignment) -> Tensor:
+        """Mask a column's unpadded entries: ``[b, P]``, ``[b, R]`` or ``[b, P+R]`` by alignment."""
+        parts = []
+        if alignment in ("prompt", "sequence"):
+            columns = torch.arange(self.prompt_width)
+            parts.append(columns >= self.prompt_width - self.prompt_lengths[:, None])
+        if alignment in ("response", "sequence"):
+            parts.append(torch.arange(self.response_width) < self.response_lengths[:, None])
+        return torch.cat(parts, dim=1)
+
+
+def spans_of_mask(mask: Tensor, prompt_width: int, response_width: int) -> Spans:
+    """Read spans from an ``attention_mask``.
+
+    Raises:
+        DataError: the mask of a row is not contiguous.
+    """
+    real = mask.cpu() != 0
+    prompt, response = real[:, :prompt_width], real[:, prompt_width:]
+    spans = Spans(prompt_width, response_width, prompt.sum(-1), response.sum(-1))
+    broken = (spans.mask("sequence") != real).any(-1).nonzero().flatten()
+    if len(broken):
+        raise DataError(
+            f"column 'attention_mask', row {int(broken[0])}: real tokens are not contiguous; prompts must be padded at "
+            f"their left and responses at their right (the prompt part is {prompt_width} wide)",
+            code="batch.mask-holes",
+        )
+    return spans
+
+
+def attention_mask_of(
+    prompt_lengths: Sequence[int], response_lengths: Sequence[int], prompt_width: int, response_width: int
+) -> Tensor:
+    """Build the ``attention_mask`` ``[b, P+R]`` int64 of rows with the given lengths.
+
+    Raises:
+        DataError: a length exceeds its width, or the numbers of prompts and responses differ.
+    """
+    if len(prompt_lengths) != len(response_lengths):
+        text = f"{len(prompt_lengths)} prompt lengths for {len(response_lengths)} response lengths"
+        raise DataError(text, code="batch.length-counts")
+    for part, lengths, width in (
+        ("prompt", prompt_lengths, prompt_width),
+        ("response", response_lengths, response_width),
+    ):
+        if len(lengths) and not 0 <= min(lengths) <= max(lengths) <= width:
+            text = f"{part} lengths must be between 0 and {width}, got {min(lengths)} to {max(lengths)}"
+            raise DataError(text, code="batch.length-range")
+    prompt, response = (torch.tensor(lengths, dtype=torch.int64) for lengths in (prompt_lengths, response_lengths))
+    return Spans(prompt_width, response_width, prompt, response).mask("sequence").long()
+
+
+def pad_left(rows: Sequence[Row], pad: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Left-pad rows to a tensor ``[rows, longest]``, as for prompts."""
+    return _pad(rows, pad, dtype, left=True)
+
+
+def pad_right(rows: Sequence[Row], pad: float = 0, dtype: torch.dtype = torch.int64) -> Tensor:
+    """Right-pad rows to a tensor ``[rows, longest]``, as for responses."""
+    return _pad(rows, pad, dtype, left=False)
+
+
+def padded_pair(
+    left: Sequence[Row], right: Sequence[Row], names: tuple[str, str] = ("prompts", "responses"), pad: float = 0
+) -> dict[str, Tensor]:
+    """Build two columns by name, the first padded at its left and the second at its right, and ``attention_mask``."""
+    tensors = {names[0]: pad_left(left, pad), names[1]: pad_right(right, pad)}
+    widths = (tensors[name].shape[1] for name in names)
+    tensors["attention_mask"] = attention_mask_of([*map(len, left)], [*map(len, right)], *widths)
+    return tensors
+
+
+def _pad(rows: Sequence[Row], pad: float, dtype: torch.dtype, *, left: bool) -> Tensor:
+    width = max(map(len, rows), default=0)
+    padded = torch.full((len(rows), width), pad, dtype=dtype)
+    values = padded.numpy()  # takes read-only rows, and is faster for lists
+    for index, row in enumerate(rows):
+        start = width - len(row) if left else 0
+        values[index, start : start + len(row)] = row
+    return padded

@@ -10,7 +10,6 @@ from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
-from typing import Protocol
 
 import numpy as np
 from rich.console import Console
@@ -18,7 +17,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 
 from megarl.data.rows import Rows
 from megarl.data.rows.cache import digest
-from megarl.data.tokenization import PromptEncoder, PromptReader, ResponseEncoder
+from megarl.data.tokenization import ConversationEncoder, PromptEncoder, PromptReader, ResponseEncoder
 
 logger = logging.getLogger(__name__)
 
@@ -28,17 +27,6 @@ ROWS_PER_WORKER = 16_384
 KEPT_ROWS = 4096
 """Lengths of smaller data sets are not cached but measured at each start."""
 _LOG_EVERY_S = 30.0
-
-
-class LengthMeasure(Protocol):
-    """Counts the tokens of rows; must be picklable."""
-
-    @property
-    def identity(self) -> str:
-        """Fingerprint of everything except the rows that determines the counts."""
-
-    def __call__(self, rows: Rows, start: int, stop: int) -> Sequence[Sequence[int]]:
-        """Count the tokens of each row in ``[start, stop)``; raise DataError for a row that cannot be encoded."""
 
 
 class PromptLengths:
@@ -74,11 +62,33 @@ class PairLengths:
         return f"{self.prompts.identity}|responses|{self.responses.key}"
 
     def __call__(self, rows: Rows, start: int, stop: int) -> list[tuple[int, int]]:
-        """Count the tokens of each prompt and of its response."""
+        """Count each prompt's and response's tokens."""
         locations = [rows.location(row) for row in range(start, stop)]
         responses = self.responses.encode(rows.slice([self.responses.key], start, stop), locations)
         prompts = self.prompts(rows, start, stop)
         return [(prompt, len(response.ids)) for (prompt,), response in zip(prompts, responses, strict=True)]
+
+
+class ConversationLengths:
+    """Measures conversations in tokens: before the first assistant message, and from it on."""
+
+    def __init__(self, encoder: ConversationEncoder) -> None:
+        self.encoder = encoder
+
+    @property
+    def identity(self) -> str:
+        """Fingerprint of everything except the rows that determines the counts."""
+        return self.encoder.identity
+
+    def __call__(self, rows: Rows, start: int, stop: int) -> Sequence[tuple[int, int]]:
+        """Count the tokens of each conversation."""
+        values = rows.slice(self.encoder.reader.columns, start, stop)
+        encoded = [self.encoder.encode(row, rows.location(start + i)) for i, row in enumerate(values)]
+        return [(len(conversation.prompt), len(conversation.response.ids)) for conversation in encoded]
+
+
+LengthMeasure = PromptLengths | PairLengths | ConversationLengths
+"""Counts the tokens of rows; picklable."""
 
 
 def measure_lengths(rows: Rows, measure: LengthMeasure, workers: int | None = None) -> np.ndarray:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
-from typing import Any, Protocol
+from typing import Any
 
 from torch.utils.data import Dataset
 
@@ -26,7 +26,6 @@ class StatefulLoader:
 
     Args:
         batch_size: rows per batch; None for all rows in one batch.
-        collate: turns the rows of a batch into a :class:`DataProto`.
         seed: the order of an epoch is a function of seed and epoch alone.
         shuffle: False keeps the order of the files.
         drop_last: drop the rows of an epoch that do not fill a batch (logged, and counted in ``dropped_per_epoch``).
@@ -120,42 +119,10 @@ class StatefulLoader:
         self.order.load_state_dict(state.get("order", {}))
 
 
-class Loader(Protocol):
-    """A loader with one epoch per pass and exact resume, such as :class:`StatefulLoader`."""
-
-    epoch: int
-    last_rows: list[int]
-
-    def rows(self, numbers: Sequence[int]) -> DataProto:
-        """Return rows of the data set as a batch."""
-
-    def __len__(self) -> int:
-        """Number of batches per epoch."""
-
-    def __iter__(self) -> Iterator[DataProto]:
-        """Iterate over the remaining batches of the current epoch."""
-
-    def update(self, batch: DataProto) -> None:
-        """Process a finished step's batch."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return the metrics of the last batch."""
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the state for a checkpoint."""
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Resume at a saved state."""
-
-
 class PromptQueue:
-    """Takes any number of rows in the loader's order, over all epochs, and resumes exactly at a saved state.
+    """Takes any number of rows in its loader's order, over all epochs, and resumes exactly at a state."""
 
-    Args:
-        loader: loader of the prompts, used by this queue alone.
-    """
-
-    def __init__(self, loader: Loader) -> None:
+    def __init__(self, loader: StatefulLoader) -> None:
         self.loader = loader
         self._batches: Iterator[DataProto] = iter(())
         self._rest: DataProto | None = None

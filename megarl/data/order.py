@@ -13,18 +13,19 @@ epoch in the middle of a batch: no row is dropped, and no row is repeated before
 from __future__ import annotations
 
 import zlib
+from abc import ABC, abstractmethod
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
-from typing import Any, Protocol
+from typing import Any
 
 import numpy as np
 
 from megarl.base.errors import DataError
 
 
-class RowOrder(Protocol):
-    """Batches of row numbers.
+class RowOrder(ABC):
+    """Batches of row numbers; by default a function of epoch and position alone, without metrics.
 
     Attributes:
         batch_size: rows of a batch; the last batch of an epoch may have fewer.
@@ -37,38 +38,23 @@ class RowOrder(Protocol):
     dropped_per_epoch: int
     identity: dict[str, Any]
 
+    @abstractmethod
     def batches(self, epoch: int, position: int) -> Iterator[list[int]]:
         """Iterate over the batches of an epoch from ``position`` on; the state of the order must be at ``position``."""
 
-    def update(self, batch: Any) -> None:
+    def update(self, batch: Any) -> None:  # noqa: B027 -- most orders ignore it
         """Process a finished step's batch with all its computed columns."""
 
     def metrics(self) -> dict[str, float]:
         """Return the metrics of the last batch."""
+        return {}
 
     def state_dict(self) -> dict[str, Any]:
         """Return the state that :meth:`batches` needs in addition to epoch and position."""
+        return {}
 
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:  # noqa: B027 -- most orders have no state
         """Resume at a saved state."""
-
-
-class PlainOrder:
-    """Base of orders: without metrics, and with batches that are a function of epoch and position alone."""
-
-    def update(self, batch: Any) -> None:
-        """Do nothing."""
-
-    def metrics(self) -> dict[str, float]:
-        """Return no metrics."""
-        return {}
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return an empty state."""
-        return {}
-
-    def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Do nothing."""
 
 
 def permutation(rows: int, *entropy: int) -> np.ndarray:
@@ -79,7 +65,7 @@ def permutation(rows: int, *entropy: int) -> np.ndarray:
     return np.random.default_rng(list(entropy)).permutation(rows)
 
 
-class EpochOrder(PlainOrder):
+class EpochOrder(RowOrder):
     """All rows once per epoch: in file order, shuffled by ``(seed, epoch)``, or sorted by difficulty (curriculum).
 
     Args:
@@ -107,7 +93,7 @@ class EpochOrder(PlainOrder):
         self.shuffle = shuffle
         self.dropped_per_epoch = rows % self.batch_size if drop_last else 0
         self.batches_per_epoch = -(-(rows - self.dropped_per_epoch) // self.batch_size)
-        self.identity: dict[str, Any] = {
+        self.identity = {
             "rows": rows,
             "batch_size": self.batch_size,
             "seed": seed,
@@ -120,7 +106,7 @@ class EpochOrder(PlainOrder):
             self.identity |= {"sorted_epochs": sorted_epochs, "difficulty": float(np.sum(self._difficulty))}
 
     def batches(self, epoch: int, position: int) -> Iterator[list[int]]:
-        """Iterate over the batches of an epoch; see :class:`RowOrder`."""
+        """Iterate over the batches of an epoch; see :meth:`RowOrder.batches`."""
         order = self.epoch_rows(epoch)
         for number in range(position, self.batches_per_epoch):
             yield order[number * self.batch_size : (number + 1) * self.batch_size].tolist()
@@ -133,7 +119,7 @@ class EpochOrder(PlainOrder):
         return order[np.argsort(self._difficulty[order], kind="stable")]
 
 
-class SamplerOrder:
+class SamplerOrder(RowOrder):
     """The order of a user's sampler.
 
     Args:
@@ -164,11 +150,11 @@ class SamplerOrder:
         check_enough_rows(rows, batch_size, True)
         self.dropped_per_epoch = rows % batch_size
         self.batches_per_epoch = rows // batch_size
-        self.identity: dict[str, Any] = {"rows": rows, "batch_size": batch_size, "sampler": name}
+        self.identity = {"rows": rows, "batch_size": batch_size, "sampler": name}
         self._stateful = all(stateful)
 
     def batches(self, epoch: int, position: int) -> Iterator[list[int]]:
-        """Iterate over the batches of an epoch; see :class:`RowOrder`."""
+        """Iterate over the batches of an epoch; see :meth:`RowOrder.batches`."""
         if hasattr(self.sampler, "set_epoch"):
             self.sampler.set_epoch(epoch)
         rows = iter(self.sampler)
@@ -213,7 +199,7 @@ def check_enough_rows(rows: int, batch_size: int, drop_last: bool) -> None:
 
 @dataclass(frozen=True)
 class MixtureSchedule:
-    """The weight of a data set as a function of the step: linear between points, constant outside.
+    """A data set's weight as a function of the step: linear between points, constant outside.
 
     Attributes:
         points: ``(step, weight)`` in ascending order of steps; steps are counted from 1.
@@ -249,18 +235,14 @@ class MixtureSchedule:
 
 @dataclass(frozen=True)
 class MixedSet:
-    """A data set of a mixture.
-
-    Attributes:
-        weight: weight relative to the other sets.
-    """
+    """A data set of a mixture, with its weight relative to the other sets."""
 
     name: str
     rows: int
     weight: MixtureSchedule
 
 
-class MixtureOrder(PlainOrder):
+class MixtureOrder(RowOrder):
     """Batches from several concatenated data sets in given proportions.
 
     An epoch of the mixture is the number of batches that all rows together fill.
@@ -283,7 +265,7 @@ class MixtureOrder(PlainOrder):
         check_enough_rows(rows, batch_size, True)
         self.batches_per_epoch = rows // batch_size
         counts = {data_set.name: data_set.rows for data_set in sets}
-        self.identity: dict[str, Any] = {"rows": counts, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
+        self.identity = {"rows": counts, "batch_size": batch_size, "seed": seed, "shuffle": shuffle}
         for step in sorted({max(1, step) for data_set in sets for step, _ in ((1, 0.0), *data_set.weight.points)}):
             self.shares(step)
         self._starts = np.cumsum([0, *(data_set.rows for data_set in sets)])
@@ -294,16 +276,12 @@ class MixtureOrder(PlainOrder):
         self._orders: dict[int, tuple[int, np.ndarray]] = {}
 
     def batches(self, epoch: int, position: int) -> Iterator[list[int]]:
-        """Iterate over the batches of an epoch; see :class:`RowOrder`."""
+        """Iterate over the batches of an epoch; see :meth:`RowOrder.batches`."""
         for _ in range(position, self.batches_per_epoch):
             yield self._next_batch()
 
     def shares(self, step: int) -> list[float]:
-        """Share of each set in the rows of a step.
-
-        Raises:
-            DataError: no set has a weight at that step.
-        """
+        """Return each set's share of a step's rows; raise DataError if none has a weight."""
         weights = [data_set.weight.at(step) for data_set in self.sets]
         total = sum(weights)
         if total <= 0:

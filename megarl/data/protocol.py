@@ -12,8 +12,9 @@ import torch
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.data.column_store import Columns, PackedColumns, join_rows, merge_mappings, require_same_keys
-from megarl.data.columns import Widths, column_widths
+from megarl.data.column_store import Columns, PackedColumns, StoredColumn, join_rows, merge_mappings, require_same_keys
+from megarl.data.columns import COLUMNS, Alignment, Spans, column_widths
+from megarl.data.ragged import RaggedColumn, TerminalValues, dtype_name, regions_of, row_starts
 
 if TYPE_CHECKING:
     from tensordict import TensorDict
@@ -26,8 +27,8 @@ PARTITION_COLUMNS = {"attention_mask", "responses", "rejected", "kl_sequence", "
 class DataProto:
     """Rows of tensors and Python objects, with metadata of the whole batch.
 
-    Methods return new batches and do not change this one, except :meth:`pop`; new batches may share memory with the old
-    one. Token columns have no padding: :meth:`padded` copies one to a padded tensor, :meth:`packed` reads it without.
+    Methods return new batches and do not change this one; new batches may share memory with the old one. Token columns
+    have no padding: :meth:`padded` copies one to a padded tensor, :meth:`packed` reads it without.
 
     Args:
         batch: tensors ``[rows, ...]`` by column; None if the batch has no tensors.
@@ -102,42 +103,38 @@ class DataProto:
         objects = {name: object_array(values) for name, values in non_tensors.items()}
         return cls(tensors, objects, dict(meta_info or {}))
 
-    @classmethod
-    def from_single_dict(
-        cls, data: Mapping[str, Tensor | Sequence[Any] | np.ndarray], meta_info: Mapping[str, Any] | None = None
-    ) -> DataProto:
-        """Build a batch from mixed columns: tensors become tensor columns, other values non-tensor columns."""
-        tensors = {name: values for name, values in data.items() if isinstance(values, Tensor)}
-        others = {name: values for name, values in data.items() if not isinstance(values, Tensor)}
-        return cls.from_dict(tensors, others, meta_info)
-
-    @property
-    def widths(self) -> Widths:
-        """Widths P of the prompts and R of the responses; None if no column determines them."""
-        return column_widths(self.tensors.shapes)
-
     def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return the entries of each row of a declared column, each ``[length, ...]``; see :meth:`packed`."""
+        """Return a declared column's entries by row, each ``[length, ...]``; see :meth:`packed`."""
         return list(self.packed(name, dtype).split(self.row_lengths(name).tolist()))
 
     def row_lengths(self, name: str) -> Tensor:
-        """Count the entries of each row of a declared column, ``[b]`` int64; reads no values."""
-        return self.tensors.row_lengths(name)
+        """Count a declared column's entries by row, ``[b]`` int64; reads no values."""
+        lengths, _ = regions_of(self._spans(name))[self._alignment(name)]
+        return torch.from_numpy(lengths)
 
     def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the entries of all rows of a declared column in order, ``[sum of lengths, ...]``.
+        """Return a declared column's entries in row order, ``[sum of lengths, ...]``.
 
         Do not change them in place: they may be a view of the column.
 
         Response-aligned columns have the lengths of ``sequence_lengths(batch)[1]``.
 
         Args:
-            dtype: of the result; None = that of the column.
+            dtype: of the result; None = the column's.
 
         Raises:
             DataError: the batch has no ``attention_mask``, or one with holes.
         """
-        return self.tensors.packed(name, dtype)
+        spans, stored, alignment = self._spans(name), self.tensors.stored[name], self._alignment(name)
+        lengths, starts = regions_of(spans)[alignment]
+        if isinstance(stored, RaggedColumn):
+            if np.array_equal(stored.lengths, lengths):
+                return stored.flat(dtype)
+            stored = stored.padded()
+        begins = row_starts(alignment, spans.prompt_width, lengths, starts)
+        ends = (begins + lengths).tolist()
+        rows = [row[start:end] for row, start, end in zip(stored, begins.tolist(), ends, strict=True)]
+        return torch.cat(rows).to(dtype) if rows else stored.new_empty((0, *stored.shape[2:]), dtype=dtype)
 
     def with_packed(self, tokens: Mapping[str, Tensor]) -> DataProto:
         """Return this batch with declared columns added or replaced, from packed values; see :meth:`packed`.
@@ -145,11 +142,14 @@ class DataProto:
         Raises:
             DataError: the batch has no ``attention_mask``, or a column has another number of values.
         """
-        return self.with_columns(self.tensors.of_tokens(tokens))
+        return self.with_columns(self.token_columns(tokens).tensors)
 
     def ends(self, name: str) -> Tensor | None:
-        """Return the value at the last entry of each row, ``[b]``, of a column of :meth:`with_ends`; else None."""
-        return self.tensors.ends(name)
+        """Return each row's last value in a column from :meth:`with_ends`, ``[b]``; None for another column."""
+        stored = self.tensors.stored[name]
+        if not isinstance(stored, RaggedColumn) or not isinstance(stored.values, TerminalValues):
+            return None
+        return torch.from_numpy(np.where(stored.lengths > 0, stored.values.ends, 0))
 
     def with_ends(self, ends: Mapping[str, Tensor]) -> DataProto:
         """Return this batch with declared columns added or replaced that are zero except at the last entry of a row.
@@ -160,11 +160,45 @@ class DataProto:
         Raises:
             DataError: the batch has no ``attention_mask``.
         """
-        return self.with_columns(self.tensors.of_ends(ends))
+        columns: dict[str, StoredColumn] = {}
+        for name, values in ends.items():
+            column, (lengths, starts, width) = COLUMNS[name], self._region(name)
+            stored = TerminalValues(values.detach().cpu().numpy())
+            dtype = dtype_name(values.dtype)
+            columns[name] = RaggedColumn(stored, lengths, starts, width, dtype, column.alignment, None, column.pad)
+        return self.with_columns(Columns(columns))
 
     def token_columns(self, tokens: Mapping[str, Tensor]) -> DataProto:
-        """Build a batch of the columns that :meth:`with_packed` would add, without those of this batch."""
-        return DataProto(self.tensors.of_tokens(tokens))
+        """Build a batch from only the columns that :meth:`with_packed` would add."""
+        columns: dict[str, StoredColumn] = {}
+        for name, values in tokens.items():
+            lengths, starts, width = self._region(name)
+            if len(values) != lengths.sum():
+                text = f"column {name!r} has {len(values)} values; its rows have {lengths.sum()} tokens"
+                raise DataError(text, code="batch.column-tokens")
+            columns[name] = RaggedColumn.of_flat(COLUMNS[name], values, lengths, starts, width)
+        return DataProto(Columns(columns))
+
+    def _alignment(self, name: str) -> Alignment:
+        stored = self.tensors.stored[name]
+        return stored.alignment if isinstance(stored, RaggedColumn) else COLUMNS[name].alignment
+
+    def _spans(self, name: str) -> Spans:
+        if self.tensors.spans is None:
+            text = f"rows of {name!r} without padding need 'attention_mask'; there are {sorted(self.tensors)}"
+            raise DataError(text, code="batch.missing-column")
+        return self.tensors.spans
+
+    def _region(self, name: str) -> tuple[np.ndarray, np.ndarray | None, int]:
+        """Return lengths, starts and width that a new column has; see :class:`RaggedColumn`."""
+        alignment, spans = COLUMNS[name].alignment, self._spans(name)
+        lengths, starts = regions_of(spans)[alignment]
+        for ragged in self.tensors.ragged.values():
+            if ragged.alignment == alignment and np.array_equal(ragged.lengths, lengths):
+                lengths = ragged.lengths  # columns that share an array are sent with one
+                break
+        widths = {"prompt": spans.prompt_width, "response": spans.response_width}
+        return lengths, starts, widths.get(alignment, sum(widths.values()))
 
     def __len__(self) -> int:
         """Number of rows."""
@@ -217,29 +251,9 @@ class DataProto:
         return self._same_rows(DataProto(columns, dict(objects), dict(meta)))
 
     def present(self, names: Sequence[str]) -> DataProto:
-        """Select columns of both kinds, those that the batch has; metadata is kept."""
+        """Select columns of both kinds, if the batch has them; metadata is kept."""
         kinds = (self.tensors.stored, self.non_tensor_batch)
         return self.select(*([name for name in names if name in kind] for kind in kinds))
-
-    def pop(
-        self,
-        batch_keys: Sequence[str] = (),
-        non_tensor_batch_keys: Sequence[str] = (),
-        meta_info_keys: Sequence[str] = (),
-    ) -> DataProto:
-        """Remove keys from this batch and return them as a new batch.
-
-        Raises:
-            DataError: a key is missing; the batch is then unchanged.
-        """
-        taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
-        if PARTITION_COLUMNS & {*batch_keys, *non_tensor_batch_keys}:
-            self.partitions = {}
-        self.tensors = self.tensors.only([name for name in self.tensors if name not in batch_keys])
-        for mapping, keys in ((self.non_tensor_batch, non_tensor_batch_keys), (self.meta_info, meta_info_keys)):
-            for key in keys:
-                del mapping[key]
-        return taken
 
     def with_columns(
         self,
@@ -280,16 +294,9 @@ class DataProto:
     def _partition_columns(self) -> AbstractSet[str]:
         return PARTITION_COLUMNS & {*self.tensors, *self.non_tensor_batch}
 
-    def repeat(self, times: int, interleave: bool = True) -> DataProto:
-        """Repeat each row ``times`` times: ``a a b b`` interleaved, ``a b a b`` otherwise.
-
-        Raises:
-            DataError: ``times`` is below 1.
-        """
-        if times < 1:
-            raise DataError(f"times must be at least 1, got {times}", code="batch.repeat-count")
-        rows = np.arange(len(self))
-        return self[np.repeat(rows, times) if interleave else np.tile(rows, times)]
+    def repeat(self, times: int) -> DataProto:
+        """Repeat each row ``times`` times, adjacent: ``a a b b``."""
+        return self[np.repeat(np.arange(len(self)), times)]
 
     def reorder(self, indices: Sequence[int] | np.ndarray | Tensor) -> DataProto:
         """Permute rows: row ``i`` of the result is row ``indices[i]`` of this batch.
@@ -302,28 +309,6 @@ class DataProto:
             text = f"indices must name each of the {len(self)} rows once, got {order.tolist()!s:.200}"
             raise DataError(text, code="batch.row-order")
         return self[order]
-
-    def split(self, sizes: Sequence[int]) -> list[DataProto]:
-        """Split into consecutive parts of the given sizes.
-
-        Raises:
-            DataError: the sizes do not add up to the batch.
-        """
-        if sum(sizes) != len(self) or min(sizes, default=0) < 0:
-            raise DataError(f"the sizes {list(sizes)} must add up to {len(self)} rows", code="batch.split-sizes")
-        ends = np.cumsum(sizes).tolist()
-        return [self[end - size : end] for size, end in zip(sizes, ends, strict=True)]
-
-    def chunk(self, chunks: int) -> list[DataProto]:
-        """Split into ``chunks`` consecutive parts of equal size.
-
-        Raises:
-            DataError: the rows do not divide; use :meth:`pad_to_divisor` first.
-        """
-        if chunks < 1 or len(self) % chunks:
-            text = f"{len(self)} rows cannot be cut into {chunks} equal chunks; use pad_to_divisor or split"
-            raise DataError(text, code="batch.not-divisible")
-        return self.split([len(self) // chunks] * chunks)
 
     @staticmethod
     def concat(parts: Sequence[DataProto], rows: np.ndarray | None = None) -> DataProto:

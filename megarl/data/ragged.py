@@ -1,23 +1,147 @@
-"""Ragged columns: the values of each row of a column without padding, and their conversion from and to padded tensors.
+"""Ragged columns: each row's values without padding, in this process or remote, from and to padded tensors.
 
 The padding of a declared tensor is found in one of two ways. With an ``attention_mask`` in the batch, its lengths apply
 to all columns. Without a mask (a worker that returns only log-probs), pad values are trimmed from each row at the
 padded side. Either way the padded tensor of the ragged column equals the original.
+
+Remote values are in chunks outside this process; each row has a chunk and a position in it. The process that computes
+values writes them once, as one chunk of several columns. Batches refer to the chunk until a process reads the values.
+This module knows no store; :mod:`megarl.cluster.stored_chunks` implements chunks in Ray's.
 """
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Self, TypeVar
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from megarl.base.errors import DataError
-from megarl.data.columns import Alignment, Column, Widths
-from megarl.data.remote import RemoteValues, RowPlaces, RowSelection
-from megarl.data.sequences import Spans
+from megarl.data.columns import Alignment, Column, Spans, Widths
+
+Chunk = Mapping[str, np.ndarray]
+"""Flat values ``[sum of lengths, ...]`` of some rows, by column."""
+_Rows = TypeVar("_Rows", "np.ndarray", "RowPlaces")
+
+
+class ChunkReference(ABC):
+    """A chunk in a store. The chunk lives as long as a reference to it."""
+
+    @classmethod
+    @abstractmethod
+    def fetch(cls, references: Sequence[Self]) -> list[Chunk]:
+        """Read chunks, all at once."""
+
+
+ChunkTuple = tuple[ChunkReference, ...]
+
+
+def fetch_chunks(references: Sequence[ChunkReference]) -> dict[ChunkReference, Chunk]:
+    """Read chunks, one call per store."""
+    kinds = {type(reference) for reference in references}
+    chunks: dict[ChunkReference, Chunk] = {}
+    for kind in kinds:
+        chosen = [reference for reference in references if type(reference) is kind]
+        chunks |= dict(zip(chosen, kind.fetch(chosen), strict=True))
+    return chunks
+
+
+class RowPlaces(NamedTuple):
+    """Places of the rows of columns in chunks. Columns that were written together share them.
+
+    Attributes:
+        chunks: references to the chunks. While a batch travels: index into the reference tuples that travel with it.
+        numbers: ``[b]`` index of each row's chunk in ``chunks``.
+        begins: ``[b]`` position of each row's first value in its chunk.
+    """
+
+    chunks: ChunkTuple | int
+    numbers: np.ndarray
+    begins: np.ndarray
+
+    @property
+    def references(self) -> ChunkTuple:
+        """The references; an error on the way to another process."""
+        if isinstance(self.chunks, int):
+            raise RuntimeError(f"reference tuple {self.chunks} of a batch is not attached")
+        return self.chunks
+
+    def take(self, rows: np.ndarray) -> RowPlaces:
+        """Select rows, by position; the tuple of chunks stays the same object."""
+        return self._replace(numbers=self.numbers[rows], begins=self.begins[rows])
+
+    def compact(self) -> RowPlaces:
+        """Drop the references to chunks without a row."""
+        used, numbers = np.unique(self.numbers, return_inverse=True)
+        references = self.references
+        return RowPlaces(tuple(references[number] for number in used.tolist()), numbers, self.begins)
+
+    @staticmethod
+    def join(parts: Sequence[RowPlaces], rows: np.ndarray | None) -> RowPlaces:
+        """Concatenate the rows of several batches; ``rows`` selects positions in the concatenation, None = all."""
+        index: dict[ChunkReference, int] = {}
+        numbers = []
+        for part in parts:
+            own = [index.setdefault(chunk, len(index)) for chunk in part.references]
+            numbers.append(np.array(own, dtype=np.int32)[part.numbers])
+        joined = RowPlaces(tuple(index), np.concatenate(numbers), np.concatenate([part.begins for part in parts]))
+        return joined if rows is None else joined.take(rows)
+
+    def gather(self, name: str, lengths: np.ndarray, chunks: Mapping[ChunkReference, Chunk]) -> np.ndarray:
+        """Copy a column's values of the rows, ``lengths [b]`` each; a view if they are adjacent in one chunk."""
+        arrays = [chunks[reference][name] for reference in self.references]
+        ends = self.begins + lengths
+        adjacent = (self.numbers[1:] == self.numbers[:-1]) & (self.begins[1:] == ends[:-1])
+        first = np.flatnonzero(np.concatenate([[True], ~adjacent]))
+        last = np.concatenate([first[1:] - 1, [len(ends) - 1]])
+        runs = zip(self.numbers[first].tolist(), self.begins[first].tolist(), ends[last].tolist(), strict=True)
+        parts = [arrays[number][begin:end] for number, begin, end in runs]
+        return parts[0] if len(parts) == 1 else np.concatenate(parts)
+
+
+class RemoteValues(NamedTuple):
+    """Values of a ragged column outside this process.
+
+    Attributes:
+        name: of the column in the chunks.
+        trailing: shape of one entry; empty for scalars.
+    """
+
+    places: RowPlaces
+    name: str
+    trailing: tuple[int, ...]
+
+    @property
+    def attached(self) -> bool:
+        """Whether this process can read the values; not so on the way to another process."""
+        return not isinstance(self.places.chunks, int)
+
+    def fetch(self, lengths: np.ndarray, chunks: Mapping[ChunkReference, Chunk] | None = None) -> np.ndarray:
+        """Read the values of all rows, ``[sum of lengths, ...]``, maybe read-only; ``chunks`` were read before."""
+        if not len(lengths):
+            return np.empty((0, *self.trailing), np.int16)  # int16 is also bfloat16
+        places = self.places.compact()
+        return places.gather(self.name, lengths, fetch_chunks(places.references) if chunks is None else chunks)
+
+
+class RowSelection:
+    """Selects rows of arrays and places; an object that several columns share is selected once and stays shared."""
+
+    def __init__(self, rows: np.ndarray) -> None:
+        self.rows = rows
+        self._selected: dict[int, tuple[Any, Any]] = {}
+
+    def of(self, values: _Rows) -> _Rows:
+        """Select the rows."""
+        if id(values) not in self._selected:
+            chosen = values.take(self.rows) if isinstance(values, RowPlaces) else values[self.rows]
+            self._selected[id(values)] = values, chosen  # holding the object keeps its id
+        selected: _Rows = self._selected[id(values)][1]
+        return selected
+
 
 Rows = Sequence[Sequence[float] | np.ndarray]
 Regions = Mapping[Alignment, tuple[np.ndarray, np.ndarray | None]]
@@ -41,7 +165,7 @@ class TerminalValues(NamedTuple):
 
 
 class RowValues(NamedTuple):
-    """Values of each row in an array of its own, as samples arrive.
+    """Each row's values in a separate array, as samples arrive.
 
     They are joined when the column is read or written to a chunk.
 
@@ -65,7 +189,7 @@ class RaggedColumn(NamedTuple):
         lengths: ``[b]`` entries per row.
         starts: ``[b]`` position of a row's first entry in the padded tensor; None = it follows from the alignment.
         width: width of the padded tensor.
-        dtype: name of the torch dtype of the padded tensor, such as ``int64``.
+        dtype: name of the padded tensor's torch dtype, such as ``int64``.
         alignment: ``prompt``, ``response`` or ``sequence``.
         pad: value in the padding; None = there was no padding, and ``default_pad`` applies.
         default_pad: padding value of the column's declaration.
@@ -82,11 +206,7 @@ class RaggedColumn(NamedTuple):
 
     @classmethod
     def of_rows(cls, column: Column, rows: Rows, pad: float | None = None) -> RaggedColumn:
-        """Build a prompt- or response-aligned column from its rows; arrays that are narrow enough are not copied.
-
-        Args:
-            pad: padding value; None = the declaration's.
-        """
+        """Build a prompt- or response-aligned column from its rows; arrays that are narrow enough are not copied."""
         lengths = np.fromiter(map(len, rows), np.int64, len(rows))
         dtype = torch.empty(0, dtype=column.dtype).numpy().dtype
         kinds = {row.dtype for row in rows if isinstance(row, np.ndarray)}
@@ -109,11 +229,7 @@ class RaggedColumn(NamedTuple):
     def of_flat(
         cls, column: Column, values: Tensor, lengths: np.ndarray, starts: np.ndarray | None, width: int
     ) -> RaggedColumn:
-        """Build a column from the values of all rows in order.
-
-        Args:
-            values: ``[sum of lengths, ...]``; booleans get the declared dtype.
-        """
+        """Build a column from all rows' values ``[sum of lengths, ...]``; booleans get the declared dtype."""
         if values.dtype == torch.bool:
             name, array = dtype_name(column.dtype), values.to(torch.int8).numpy()
         else:
@@ -159,7 +275,7 @@ class RaggedColumn(NamedTuple):
         return self._replace(values=self.array()) if remote or isinstance(self.values, RowValues) else self
 
     def flat(self, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the values of all rows in a dtype, by default that of the padded tensor; possibly a view."""
+        """Return all rows' values in a dtype, by default the padded tensor's; possibly a view."""
         dtype = self.torch_dtype if dtype is None else dtype
         array = self.array()
         if array is None:
@@ -323,7 +439,7 @@ def _number(value: Any, dtype: torch.dtype) -> float:
 
 
 def writeable(array: np.ndarray) -> np.ndarray:
-    """Copy an array that is read-only, as those out of shared memory are."""
+    """Copy an array that is read-only, as arrays out of shared memory are."""
     return array if array.flags.writeable else array.copy()
 
 

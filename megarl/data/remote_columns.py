@@ -1,23 +1,26 @@
-"""Batches with remote columns: move values to chunks, send a batch without its values, and read the values.
+"""Batches whose token values are in other processes: chunks of values, and functions on rows where the values are.
 
 A process writes values (:func:`write_values`) and sends the batch with the references to its chunks instead of bytes
 (:func:`detach_chunks`). The receiver attaches the references (:func:`attach_chunks`), and reads all values at once
-(:func:`fetch_values`) or each column at its first use.
+(:func:`fetch_values`) or each column at its first use. A row function works on each row independently, on parts of the
+batch in several processes at once.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Sequence
+from typing import Any, Protocol
 
 import numpy as np
 
 from megarl.data.column_store import Columns, StoredColumn
+from megarl.data.columns import COLUMNS
 from megarl.data.protocol import DataProto
-from megarl.data.ragged import RaggedColumn
-from megarl.data.remote import (
+from megarl.data.ragged import (
     Chunk,
     ChunkReference,
     ChunkTuple,
+    RaggedColumn,
     RemoteValues,
     RowPlaces,
     RowSelection,
@@ -84,7 +87,7 @@ def separate(batch: DataProto) -> tuple[DataProto, Chunk]:
 def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
     """Return the batch with numbers in place of its tuples of chunks, and these tuples.
 
-    Parts of one batch share the tuples, so a caller can send the references of each tuple once for all of them. A part
+    Parts of one batch share the tuples, so a caller can send each tuple once for all parts. A part
     with rows in few of many chunks has a tuple of its own: its receiver must not read all references.
     """
     tuples: dict[int, ChunkTuple] = {}
@@ -105,7 +108,7 @@ def detach_chunks(batch: DataProto) -> tuple[DataProto, list[ChunkTuple]]:
 
 
 def attach_chunks(batch: DataProto, tuples: Sequence[ChunkTuple]) -> DataProto:
-    """Replace the numbers of a batch of :func:`detach_chunks` or :func:`separate` by tuples of chunks."""
+    """Put tuples of chunks back in place of the numbers from :func:`detach_chunks` or :func:`separate`."""
 
     def attach(places: RowPlaces) -> RowPlaces:
         return places._replace(chunks=tuples[places.chunks]) if isinstance(places.chunks, int) else places
@@ -158,3 +161,52 @@ def _remote_columns(batch: DataProto) -> dict[str, tuple[RaggedColumn, RemoteVal
 def _chunk(columns: dict[str, RaggedColumn]) -> Chunk:
     arrays = {name: column.array() for name, column in columns.items()}
     return {name: values for name, values in arrays.items() if values is not None}
+
+
+RowFunction = Callable[..., tuple[DataProto, Any]]
+"""Maps a part of a batch, and further arguments, to new columns of its rows and facts about the part.
+
+A process imports it by name, so it is a function of a module.
+"""
+
+
+class RowMap(Protocol):
+    """Runs row functions on a batch."""
+
+    def __call__(
+        self,
+        function: RowFunction,
+        columns: Sequence[str],
+        batch: DataProto,
+        *args: Any,
+        group_by: str | None = None,
+    ) -> tuple[DataProto, list[Any]]:
+        """Run a function on the parts of a batch.
+
+        Args:
+            columns: what the function reads, tensors and others; absent ones are left out.
+            group_by: non-tensor column; rows with equal values are in one part, such as the responses to one prompt.
+                None: each part is any rows.
+
+        Returns:
+            The new columns in the order of ``batch``, whose token values stay where they were computed; and the facts
+            of each part.
+        """
+
+
+def map_in_process(
+    function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any, group_by: str | None = None
+) -> tuple[DataProto, list[Any]]:
+    """Run a row function on the whole batch in this process; a :class:`RowMap`."""
+    result, facts = function(batch.present(columns), *args)
+    return result, [facts]
+
+
+def with_tokens(batch: DataProto, result: DataProto) -> DataProto:
+    """Return the batch with a row function's token columns, added or replaced."""
+    return batch.with_columns(token_part(result).tensors)
+
+
+def token_part(result: DataProto) -> DataProto:
+    """Select the token columns of a row function's result."""
+    return result.select([name for name in result.tensors if name in COLUMNS])

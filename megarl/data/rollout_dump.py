@@ -22,11 +22,7 @@ _RAGGED = ("prompts", "responses", "generated", "rollout_log_probs", "old_log_pr
 
 @dataclass(frozen=True)
 class DumpMetadata:
-    """Settings of the rollout.
-
-    Attributes:
-        temperature: sampling temperature, also of the actor's log-probs.
-    """
+    """Settings of the rollout; ``temperature`` is also that of the actor's log-probs."""
 
     step: int
     temperature: float

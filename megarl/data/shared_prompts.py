@@ -16,8 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.data.balance import balanced_partition
-from megarl.data.packing import fewest_micro_batches
+from megarl.data.balance import balanced_partition, fewest_micro_batches
 from megarl.data.protocol import sequence_lengths
 
 if TYPE_CHECKING:
@@ -95,11 +94,8 @@ def micro_batch_units(rows: SharedPromptRows, chosen: Sequence[int], max_tokens:
 
     If the units need more micro-batches than single rows do, every row is a separate unit.
 
-    Args:
-        max_tokens: token budget of a micro-batch; each single row must fit.
-
     Returns:
-        Row numbers of each unit; every chosen row is in one unit.
+        Row numbers of each unit; every chosen row is in one unit. Each single row must fit ``max_tokens``.
     """
     units = []
     for samples in rows.by_prompt(chosen):
@@ -134,8 +130,9 @@ def partition_by_prompt(
 ) -> list[list[int]] | None:
     """Assign rows to data-parallel ranks with similar cost, all samples of a prompt to one rank.
 
+    Mini-batches are balanced separately.
+
     Args:
-        mini_batch_rows: rows per mini-batch; mini-batches are balanced separately.
         equal: every rank must get the same number of rows of each mini-batch.
 
     Returns:

@@ -1,4 +1,4 @@
-"""Data sets of supervised training: prompts with responses (SFT), and preference pairs."""
+"""Data sets of supervised training: prompts with responses (SFT), preference pairs, and labelled responses (KTO)."""
 
 from __future__ import annotations
 
@@ -8,23 +8,23 @@ import math
 from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
 import torch
 
 from megarl.base.errors import DataError
-from megarl.data.conversations import ConversationEncoder, ConversationLengths
+from megarl.data.columns import pad_right, padded_pair
 from megarl.data.dataset import RowDataset, Sample, pad_id, require_eos
-from megarl.data.lengths import PairLengths, measure_lengths
+from megarl.data.lengths import ConversationLengths, PairLengths, measure_lengths
 from megarl.data.protocol import DataProto
 from megarl.data.rows.reader import Rows
-from megarl.data.sequences import attention_mask_of, pad_left, pad_right
-from megarl.data.text_bounds import cut_middle, measured_tokens
 from megarl.data.tokenization import (
+    ConversationEncoder,
     PromptEncoder,
     PromptReader,
     ResponseEncoder,
-    check_truncation,
     truncate,
 )
+from megarl.data.tokenizers import cut_middle, measured_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -32,6 +32,7 @@ if TYPE_CHECKING:
 logger = logging.getLogger(__name__)
 
 PAIR_COLUMNS = ("chosen", "rejected")
+KTO_COLUMNS = ("kto_sequence", "kl_sequence")
 Messages = Sequence[Mapping[str, Any]]
 
 
@@ -43,22 +44,18 @@ class SFTDataset(RowDataset):
     A response is the tokens of its text and the end-of-sequence token. A response with text of others (tool or search
     results) is a list of pieces ``{role, content}``, concatenated without a template. Pieces of the ``assistant`` are
     trained on, other pieces are context (``response_mask`` 0). Pieces are tokenized one by one, as in a rollout.
-    Truncation cuts the complete sequence, at its left (the oldest part of the prompt) or its right (the end of the
-    response). It refuses whole conversations that are several times too long by their length.
+    Truncation cuts the complete sequence at its left (the prompt's start) or its right (the response's end). It refuses
+    whole conversations that are several times too long by their length.
 
     Args:
-        tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
         max_length: longest prompt plus response, in tokens.
         response_key: column of the response's text or pieces.
         messages_key: column of whole conversations, which are read instead of prompts and responses; every assistant
             message is trained on. None = prompts and responses.
         truncation: treatment of a longer row: ``error``, ``left`` or ``right``.
 
-    Attributes:
-        dropped: always 0; a row that truncation would leave without prompt or response is an error.
-
     Raises:
-        DataError: a file, column or row is malformed, or a row is too long.
+        DataError: a file, column or row is malformed, a row is too long, or truncation leaves no prompt or response.
     """
 
     def __init__(
@@ -79,18 +76,15 @@ class SFTDataset(RowDataset):
         cache_dir: str | None = None,
         vocab_size: int | None = None,
     ) -> None:
-        check_truncation(truncation)
         if truncation == "middle":
             text = "data.truncation=middle would cut prompt and response at their boundary; set left or right"
             raise DataError(text, code="data.truncation-middle")
         require_eos(tokenizer)
         responses = () if messages_key else (response_key,)
         source = Rows(files, messages_key or prompt_key, text_columns=responses, cache_dir=cache_dir)
-        super().__init__(source, max_samples, sample_seed)
-        self.encoder = PromptEncoder(
-            tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length
-        )
-        self.reader = PromptReader(messages_key or prompt_key, system_prompt, template_texts=apply_chat_template)
+        reader = PromptReader(messages_key or prompt_key, system_prompt, template_texts=apply_chat_template)
+        encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length)
+        super().__init__(source, reader, encoder, truncation, max_samples, sample_seed)
         self.responses = ResponseEncoder(tokenizer, response_key, vocab_size, max_length)
         self.conversations = (
             ConversationEncoder(tokenizer, self.reader, max_length, apply_chat_template_kwargs, vocab_size)
@@ -98,9 +92,7 @@ class SFTDataset(RowDataset):
             else None
         )
         self.max_length = max_length
-        self.truncation = truncation
-        self.dropped = 0
-        self.check_vocabulary(self.encoder, self.reader)
+        self.check_vocabulary()
         self._check_lengths(workers)
 
     def __getitem__(self, item: int) -> Sample:
@@ -144,15 +136,8 @@ class SFTDataset(RowDataset):
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate samples to a batch: ``prompts``, ``responses``, ``attention_mask``, and ``response_mask``."""
         prompt_ids, response_ids = ([sample[key] for sample in samples] for key in ("prompt_ids", "response_ids"))
-        pad = pad_id(self.encoder.tokenizer)
-        tensors = {"prompts": pad_left(prompt_ids, pad), "responses": pad_right(response_ids, pad)}
+        tensors = padded_pair(prompt_ids, response_ids, pad=pad_id(self.encoder.tokenizer))
         tensors["response_mask"] = pad_right([sample["response_mask"] for sample in samples])
-        tensors["attention_mask"] = attention_mask_of(
-            [len(ids) for ids in prompt_ids],
-            [len(ids) for ids in response_ids],
-            tensors["prompts"].shape[1],
-            tensors["responses"].shape[1],
-        )
         return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
 
     def _check_lengths(self, workers: int | None) -> None:
@@ -189,12 +174,10 @@ class PairDataset(RowDataset):
 
     Arguments without an explanation here are those of :class:`megarl.data.RLHFDataset`.
 
-    A sequence equals that of a rollout: the prompt's tokens by the chat template, up to the start of the response, the
-    tokens of the response, and the end-of-sequence token. A reward model is therefore trained on the sequences that it
-    will score.
+    A sequence equals a rollout's: the templated prompt up to the response, the response's tokens, and the
+    end-of-sequence token. A reward model is therefore trained on the sequences that it will score.
 
     Args:
-        tokenizer: Hugging Face tokenizer with a chat template and an end-of-sequence token.
         max_length: longest sequence, in tokens.
         prompt_key: column of the prompt; None if the response columns contain complete conversations that end
             with the response.
@@ -204,7 +187,7 @@ class PairDataset(RowDataset):
         with_prompt_tokens: also return the number of prompt tokens of each sequence, for losses on the responses.
 
     Attributes:
-        names: names of the sequences of a row, one per answer column.
+        names: names of a row's sequences, one per answer column.
         label_key: column of labels; None = no labels.
         truncated: number of truncated sequences.
 
@@ -234,21 +217,17 @@ class PairDataset(RowDataset):
         with_prompt_tokens: bool = False,
         vocab_size: int | None = None,
     ) -> None:
-        check_truncation(truncation)
         require_eos(tokenizer)
         numbers = [name for name in (margin_key, self.label_key) if name is not None]
         # for complete conversations, the better ones take the place of the prompts in the check of messages
         source = Rows(files, prompt_key or answer_keys[0], numbers, text_columns=answer_keys, cache_dir=cache_dir)
-        super().__init__(source, max_samples, sample_seed)
-        self.reader = PromptReader(prompt_key or answer_keys[0], system_prompt, template_texts=apply_chat_template)
-        self.encoder = PromptEncoder(
-            tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length
-        )
+        reader = PromptReader(prompt_key or answer_keys[0], system_prompt, template_texts=apply_chat_template)
+        encoder = PromptEncoder(tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_length)
+        super().__init__(source, reader, encoder, truncation, max_samples, sample_seed)
         self.max_length = max_length
         self.prompt_key = prompt_key
         self.answer_keys = answer_keys
         self.margin_key = margin_key
-        self.truncation = truncation
         self.with_prompt_tokens = with_prompt_tokens
         self.truncated = self._check_rows()
 
@@ -271,10 +250,7 @@ class PairDataset(RowDataset):
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate rows to a batch: ``chosen``, ``rejected``, their ``attention_mask``, and optionally ``margins``."""
         chosen, rejected = ([sample[name] for sample in samples] for name in PAIR_COLUMNS)
-        pad = pad_id(self.encoder.tokenizer)
-        tensors = {"chosen": pad_left(chosen, pad), "rejected": pad_right(rejected, pad)}
-        widths = tensors["chosen"].shape[1], tensors["rejected"].shape[1]
-        tensors["attention_mask"] = attention_mask_of([*map(len, chosen)], [*map(len, rejected)], *widths)
+        tensors = padded_pair(chosen, rejected, ("chosen", "rejected"), pad_id(self.encoder.tokenizer))
         if self.margin_key is not None:
             tensors["margins"] = torch.tensor([sample["margin"] for sample in samples], dtype=torch.float32)
         if self.with_prompt_tokens:
@@ -376,3 +352,112 @@ class PairDataset(RowDataset):
                 self.max_length,
             )
         return truncated
+
+
+class LabelledResponses(PairDataset):
+    """Prompts with one desirable or undesirable response each, from labelled rows or from preference pairs.
+
+    A pair gives two rows, one after the other: its better response is desirable, its worse one is not. Sequences are
+    those of :class:`PairDataset`.
+
+    Args:
+        label_key: column of labels, true or 1 = desirable, false or 0 = undesirable; None = the rows are pairs.
+        answer_keys: the labelled response's column, or the columns of the better and the worse response.
+
+    Raises:
+        DataError: a label is neither true nor false; see :class:`PairDataset` for the other errors.
+    """
+
+    def __init__(
+        self,
+        files: str | Sequence[str],
+        tokenizer: PreTrainedTokenizerBase,
+        max_length: int,
+        *,
+        label_key: str | None = None,
+        answer_keys: tuple[str, ...] = PAIR_COLUMNS,
+        **options: Any,
+    ) -> None:
+        self.label_key = label_key
+        self.names = PAIR_COLUMNS if label_key is None else ("response",)
+        super().__init__(files, tokenizer, max_length, answer_keys=answer_keys, with_prompt_tokens=True, **options)
+
+    def __len__(self) -> int:
+        return len(self.names) * len(self._rows)
+
+    def __getitem__(self, item: int) -> Sample:
+        """Return a response: ``prompt_ids``, ``response_ids``, ``desirable``, and ``index`` of the row of the file."""
+        row, member = int(self._rows[item // len(self.names)]), item % len(self.names)
+        values = self.source[row]
+        prompt, response = self._sequences(values, row)[self.names[member]]
+        ids = truncate(prompt + response, self.max_length, self.truncation)
+        boundary = self._prompt_tokens(len(prompt), len(response))
+        desirable = member == 0 if self.label_key is None else self._label(values, row)
+        return {"prompt_ids": ids[:boundary], "response_ids": ids[boundary:], "desirable": desirable, "index": row}
+
+    def collate(self, samples: Sequence[Sample]) -> DataProto:
+        """Collate responses to a batch: ``kto_sequence``, ``kl_sequence``, their prompt tokens, and ``desirable``.
+
+        A ``kl_sequence`` is the prompt of its row with the response of another row, :func:`mismatch_shift` rows before.
+        """
+        prompts, responses = ([sample[key] for sample in samples] for key in ("prompt_ids", "response_ids"))
+        shift = mismatch_shift(prompts)
+        others = [responses[row - shift] for row in range(len(samples))]
+        own = [prompt + response for prompt, response in zip(prompts, responses, strict=True)]
+        side = "left" if self.truncation == "left" else "right"
+        pairs = list(zip(prompts, others, strict=True))
+        mismatched = [truncate(prompt + other, self.max_length, side) for prompt, other in pairs]
+        tensors = padded_pair(own, mismatched, KTO_COLUMNS, pad_id(self.encoder.tokenizer))
+        tensors["kto_sequence_prompt_tokens"] = torch.tensor([*map(len, prompts)])
+        tensors["kl_sequence_prompt_tokens"] = torch.tensor([self._prompt_tokens(*map(len, pair)) for pair in pairs])
+        tensors["desirable"] = torch.tensor([int(sample["desirable"]) for sample in samples])
+        return DataProto.from_dict(tensors, {"index": [sample["index"] for sample in samples]})
+
+    def rows_of_files(self) -> list[int]:
+        """Count the responses of each file."""
+        return [len(self.names) * rows for rows in super().rows_of_files()]
+
+    def numbers(self, path: str) -> np.ndarray:
+        """Read a numeric column for all responses; see :meth:`RowDataset.numbers`."""
+        return np.repeat(super().numbers(path), len(self.names))
+
+    def _label(self, values: Mapping[str, Any], row: int) -> bool:
+        assert self.label_key is not None
+        value = values[self.label_key]
+        if isinstance(value, bool | int | float) and value in (0, 1):
+            return bool(value)
+        location = self.source.location(row)
+        raise DataError(
+            f"{location}: column {self.label_key!r} (data.label_key) is {value!r}; a label is true or 1 for a "
+            "desirable response, false or 0 for an undesirable one",
+            code="data.label-value",
+        )
+
+    def _check_rows(self) -> int:
+        """Check every label and sequence once; count truncated sequences."""
+        if self.label_key is not None:
+            for row in self._rows.tolist():
+                self._label(self.source[row], row)
+        return super()._check_rows()
+
+
+def mismatch_shift(prompts: Sequence[Sequence[int]]) -> int:
+    """Find the rotation of a batch's responses that gives every prompt the response to another prompt.
+
+    Args:
+        prompts: token ids of each row's prompt.
+
+    Returns:
+        The smallest number of rows to rotate by such that no row gets a response to its own prompt; without such a
+        number, the one with the fewest such rows. 0 for a single row.
+    """
+    numbers: dict[tuple[int, ...], int] = {}
+    ids = np.array([numbers.setdefault(tuple(prompt), len(numbers)) for prompt in prompts])
+    best, fewest = 0, len(ids)
+    for shift in range(1, len(ids)):
+        same = int((ids == np.roll(ids, shift)).sum())
+        if same < fewest:
+            best, fewest = shift, same
+        if not same:
+            break
+    return best or min(1, len(ids) - 1)

@@ -1,22 +1,17 @@
-"""Tokenization of chat prompts and responses, and the characters of a decoded response per token; imports no torch."""
+"""Tokenization of chat prompts, responses, and whole conversations for fine-tuning; imports no torch."""
 
 from __future__ import annotations
 
-import codecs
 import hashlib
 import json
-import re
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
-from functools import cache
-from itertools import pairwise
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.base.errors import DataError
 from megarl.base.json_text import parse_json
-from megarl.data.control_tokens import control_tokens
-from megarl.data.text_bounds import cut_middle, measured_tokens
+from megarl.data.tokenizers import control_tokens, cut_middle, fewest_tokens, measured_tokens
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -26,14 +21,10 @@ SYSTEM_COLUMN = "system"
 TOOLS_COLUMN = "tools"
 TRAINED_ROLE = "assistant"
 """Role of the response pieces that supervised fine-tuning trains on."""
-MAX_PREFIX_TOKENS = 512
-"""Longest response for which characters per token are found by decoding every prefix, at quadratic cost."""
 _ENCODING = 2
 """Version of the encoding, for cached lengths: it changes with the tokens of a prompt."""
 _SHOWN_CHARACTERS = 10_000
 """Characters of a prompt in which a tokenizer must know something; to tokenize megabytes takes minutes."""
-_BYTE_TOKEN = re.compile(r"<0x([0-9A-Fa-f]{2})>")
-_SENTENCEPIECE_SPACE = "\u2581"
 
 
 class Prompt(NamedTuple):
@@ -169,7 +160,6 @@ class PromptEncoder:
     """Tokenizes prompts: messages by the chat template up to the start of the response, texts as they are.
 
     Args:
-        tokenizer: a Hugging Face tokenizer with a chat template.
         generation_prompt: False renders complete conversations instead, including the last response.
         max_tokens: tokens of a prompt that are used, at most; a prompt that is several times longer by its length is
             tokenized without its middle. None = all are used.
@@ -364,7 +354,6 @@ class ResponseEncoder:
     """Tokenizes responses piece by piece.
 
     Args:
-        tokenizer: tokenizer with an end-of-sequence token.
         key: column of the response's text or pieces.
         max_tokens: tokens that are used, at most, as in :class:`PromptEncoder`, for each piece.
     """
@@ -411,74 +400,81 @@ class ResponseEncoder:
         return pieces
 
 
-def characters_per_token(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """Count the characters of ``tokenizer.decode(ids, skip_special_tokens=True)`` per token.
+class EncodedConversation(NamedTuple):
+    """Token ids before the first assistant message, and of everything from it on."""
 
-    The counts add up to the text. A character with bytes from several tokens counts for the last of them; a special
-    token has none. Tokens are read as byte-level BPE, then as SentencePiece, and compared with the decoded text. If
-    neither matches, as with a tokenizer that cleans up spaces, every prefix is decoded.
+    prompt: list[int]
+    response: EncodedResponse
 
-    Returns:
-        None if decoding prefixes would take too long, above :data:`MAX_PREFIX_TOKENS` tokens.
+
+class ConversationEncoder:
+    """Tokenizes conversations by the chat template; trains on assistant messages with their closing tokens.
+
+    The tokens before an assistant message equal a generation prompt's, and are not trained. No token extends
+    over the end of one: a message that begins with a line break is encoded as the policy would write it. Each turn must
+    be rendered in the same way whether or not others follow; a template that changes earlier turns is an error.
+
+    Args:
+        max_tokens: tokens of a conversation that are used, at most. A conversation that is several times longer by its
+            length is refused: to cut it, all of it would have to be tokenized.
     """
-    text = tokenizer.decode(list(ids), skip_special_tokens=True)
-    tokens = tokenizer.convert_ids_to_tokens(list(ids))
-    special = set(tokenizer.all_special_ids)
-    added = {number: str(token) for number, token in tokenizer.added_tokens_decoder.items()}
-    for bytes_of in (_byte_level, _sentencepiece):
-        pieces = [
-            b"" if number in special else added[number].encode() if number in added else bytes_of(token)
-            for number, token in zip(ids, tokens, strict=True)
-        ]
-        counts = _characters(pieces, text)
-        if counts is not None:
-            return counts
-    return _by_prefixes(list(ids), text, tokenizer) if len(tokens) <= MAX_PREFIX_TOKENS else None
 
+    def __init__(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        reader: PromptReader,
+        max_tokens: int,
+        template_kwargs: Mapping[str, Any] | None = None,
+        vocab_size: int | None = None,
+    ) -> None:
+        self.reader = reader
+        self.max_tokens = max_tokens
+        self.before = PromptEncoder(tokenizer, template_kwargs, vocab_size=vocab_size)
+        self.complete = PromptEncoder(tokenizer, template_kwargs, generation_prompt=False, vocab_size=vocab_size)
 
-def _characters(pieces: Sequence[bytes | None], text: str) -> list[int] | None:
-    """Count the characters that each piece completes; None if the pieces do not spell the text."""
-    if None in pieces:
-        return None
-    decoder = codecs.getincrementaldecoder("utf-8")("replace")
-    parts = [decoder.decode(piece or b"") for piece in pieces]
-    if parts:
-        parts[-1] += decoder.decode(b"", final=True)
-    joined = "".join(parts)
-    if joined == f" {text}":  # SentencePiece starts a text with a space that decoding removes
-        first = next(index for index, part in enumerate(parts) if part)
-        parts[first] = parts[first][1:]
-    elif joined != text:
-        return None
-    return [len(part) for part in parts]
+    @property
+    def identity(self) -> str:
+        """Fingerprint of tokenizer, template and columns."""
+        return f"conversations|{self.before.identity}|{self.reader}"
 
+    def encode(self, values: Mapping[str, Any], location: str) -> EncodedConversation:
+        """Tokenize the conversation of a row.
 
-def _byte_level(token: str) -> bytes | None:
-    table = _byte_level_alphabet()
-    if any(letter not in table for letter in token):
-        return None
-    return bytes(table[letter] for letter in token)
-
-
-def _sentencepiece(token: str) -> bytes:
-    single = _BYTE_TOKEN.fullmatch(token)
-    return bytes([int(single[1], 16)]) if single else token.replace(_SENTENCEPIECE_SPACE, " ").encode()
-
-
-@cache
-def _byte_level_alphabet() -> dict[str, int]:
-    """Map the letters of byte-level BPE (GPT-2) to bytes: printable bytes map to themselves, others from 256 on."""
-    printed = [*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)]
-    others = [byte for byte in range(256) if byte not in set(printed)]
-    return {chr(byte): byte for byte in printed} | {chr(256 + index): byte for index, byte in enumerate(others)}
-
-
-def _by_prefixes(ids: list[int], text: str, tokenizer: PreTrainedTokenizerBase) -> list[int]:
-    """Count characters by the growth of the decoded prefix; an incomplete character does not grow it."""
-    decode: Callable[[list[int]], str] = lambda part: tokenizer.decode(part, skip_special_tokens=True)  # noqa: E731
-    ends = [0]
-    for count in range(1, len(ids) + 1):
-        prefix = decode(ids[:count])
-        ends.append(len(prefix) if text.startswith(prefix) else ends[-1])
-    ends[-1] = len(text)
-    return [end - begin for begin, end in pairwise(ends)]
+        Raises:
+            DataError: it is no list of messages, is far too long, has no assistant message or starts with one, or the
+                template rejects it or renders earlier turns differently later on.
+        """
+        if isinstance(values[self.reader.key], str):
+            problem = f"{location}: column {self.reader.key!r} holds a text, not the messages of a conversation"
+            raise DataError(problem, code="data.not-messages")
+        prompt = self.reader.read(values, location)
+        fewest = fewest_tokens(self.before.tokenizer, [prompt.messages, prompt.tools or ()])
+        if fewest > measured_tokens(self.max_tokens):
+            raise DataError(
+                f"{location}: the conversation has at least {fewest} tokens, data.max_length={self.max_tokens} allows "
+                "no more, and data.truncation cuts no conversation that is this long; shorten the row, or remove it",
+                code="data.conversation-too-long",
+            )
+        trained = [i for i, message in enumerate(prompt.messages) if message["role"] == TRAINED_ROLE]
+        if not trained or trained[0] == 0:
+            roles = [message["role"] for message in prompt.messages]
+            problem = f"{location}: a conversation needs an {TRAINED_ROLE} message after its prompt; roles {roles}"
+            raise DataError(problem, code="data.no-assistant-message")
+        ids, mask, first, written = list[int](), list[int](), 0, ""
+        for turn in trained:
+            for encoder, end, is_trained in ((self.before, turn, 0), (self.complete, turn + 1, 1)):
+                text = encoder.render(Prompt(prompt.messages[:end], prompt.tools), location)
+                if not text.startswith(written):
+                    raise DataError(
+                        f"{location}: the chat template renders the turns before message {end - 1} differently once it "
+                        "follows (as templates do that remove thinking); make one row per assistant message",
+                        code="tokenizer.template-rewrites-turns",
+                    )
+                rendered = encoder.encode_rendered(text)
+                if rendered[: len(ids)] != ids:  # a token would extend over the border, as two line breaks
+                    rendered = ids + encoder.encode_rendered(text.removeprefix(written))
+                mask += [is_trained] * (len(rendered) - len(ids))
+                ids, written = rendered, text
+                self.complete.vocabulary.check(ids, location)
+                first = first or len(rendered)
+        return EncodedConversation(ids[:first], EncodedResponse(ids[first:], mask[first:]))

@@ -13,7 +13,7 @@ from megarl.base.errors import ConfigError
 from megarl.base.folder_lock import read_holder
 from megarl.base.formatting import count_noun
 from megarl.ops.report.run_files import NoRunError, read_run
-from megarl.samples.elastic_replicas import REPLICAS_FILE
+from megarl.samples.rollout_group import REPLICAS_FILE
 from megarl.trainer.jobs.output_folders import LOCK_FILE
 
 

@@ -25,7 +25,7 @@ import numpy as np
 
 from megarl.base.errors import ConfigError, MegarlError, ModelError, WeightSyncError, WorkerLost
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
-from megarl.data.tokenizer_folder import end_token_of
+from megarl.data.tokenizers import end_token_of
 from megarl.models import read_model_config
 from megarl.models.end_tokens import read_end_tokens
 from megarl.sharding.plan import NO_VERSION as NO_VERSION

@@ -1,9 +1,10 @@
-"""The rollout replicas of a training job in each mode: weight syncs, shared devices, replacement of lost replicas."""
+"""The rollout replicas of a training job in each mode: weight syncs, shared devices, lost and hybrid replicas."""
 
 from __future__ import annotations
 
 import logging
 import time
+from collections import deque
 from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import ClassVar, TypeVar
 
@@ -15,14 +16,12 @@ from megarl.cluster.role_groups import RolloutGroup
 from megarl.cluster.sharding_manager import ShardingManager
 from megarl.rollout.router import RouterStats
 from megarl.rollout.serving import HeldRequests
-from megarl.samples.elastic_replicas import ElasticReplicas
-from megarl.samples.hybrid_replicas import HybridReplicas
-from megarl.samples.idle_clock import IdleClock
-from megarl.samples.rollout_group import restart_replicas
+from megarl.samples.rollout_group import ElasticReplicas, restart_replicas
 from megarl.samples.rollouts import Rollouts
 
 logger = logging.getLogger(__name__)
 _Result = TypeVar("_Result")
+COSTS_REMEMBERED = 3
 
 
 class Replicas:
@@ -31,7 +30,6 @@ class Replicas:
     No conversation is in flight between a batch and the next step.
 
     Args:
-        group: their processes.
         connect: plans the weight sync from the actor to these ranks of the group, and connects both sides.
         pending: returns the device bytes that the other roles have yet to allocate on the devices of each replica.
 
@@ -87,12 +85,10 @@ class Replicas:
         """Send the actor's weights to idle replicas; see :meth:`ShardingManager.sync_weights`."""
         return self._retry_with_new_replicas(lambda: self.sharding_manager.sync_weights())
 
-    def sync(self, rollouts: Rollouts, idle: IdleClock, wait_ended: Callable[[], None] | None) -> Metrics:
+    def sync(self, rollouts: Rollouts, wait_ended: Callable[[], None] | None) -> Metrics:
         """Send the actor's weights to the replicas; conversations in flight go on with them.
 
         Args:
-            rollouts: conversations on the replicas.
-            idle: waits of the trainer since the last sync.
             wait_ended: waits until no conversation of training is in flight; None = interrupt them instead.
 
         Returns:
@@ -143,7 +139,7 @@ class ColocatedReplicas(Replicas):
         self._retry_with_new_replicas(lambda: self.sharding_manager.pause_engines())
         return {}
 
-    def sync(self, rollouts: Rollouts, idle: IdleClock, wait_ended: Callable[[], None] | None) -> Metrics:
+    def sync(self, rollouts: Rollouts, wait_ended: Callable[[], None] | None) -> Metrics:
         """Send the actor's weights, and continue the interrupted responses; see :meth:`Replicas.sync`."""
         metrics = self._sync_in_flight(rollouts)
         rollouts.update_replicas()  # a new replica gets its share of the conversations
@@ -162,11 +158,50 @@ class ColocatedReplicas(Replicas):
         return _service_metrics(0.0, paused) | stats.metrics() | metrics
 
 
+class HybridReplicas:
+    """Replicas on the trainer's devices, and whether they are worth it; see ``async_training.hybrid_rollout``.
+
+    They serve from a weight sync until the first mini-batch of the interval is complete. All replicas count as equally
+    fast: with ``h`` hybrid ones besides ``n`` others the trainer waits ``n / (n + h)`` as long. The hybrid ones are
+    used if that saves more time than the last switches took; while they are not used, the wait is measured again.
+
+    Args:
+        ranks: their ranks in the rollout group.
+        others: number of the other replicas.
+
+    Attributes:
+        ranks: their ranks.
+        in_use: whether weight syncs include them.
+        serve: whether they have their weights and take requests.
+    """
+
+    def __init__(self, ranks: Sequence[int], others: int) -> None:
+        self.ranks, self._others = list(ranks), others
+        self.in_use, self.serve = True, False
+        self._costs: deque[float] = deque(maxlen=COSTS_REMEMBERED)
+
+    def note_switch(self, seconds: float) -> None:
+        """Record the time of one switch from generation to training."""
+        self._costs.append(seconds)
+
+    def decide(self, waited_s: float) -> bool:
+        """Decide about the next interval; return whether the decision has changed.
+
+        Args:
+            waited_s: wait of the trainer in the last interval, in seconds.
+        """
+        if not self._costs:
+            return False
+        hybrid, others = len(self.ranks), self._others
+        saved_s = waited_s * hybrid / (others if self.in_use else others + hybrid)
+        before, self.in_use = self.in_use, saved_s > sum(self._costs) / len(self._costs)
+        return self.in_use != before
+
+
 class DisaggregatedReplicas(ColocatedReplicas):
     """Rollout replicas with devices of their own, which generate while the trainer trains.
 
     Args:
-        group, connect, pending: see :class:`Replicas`.
         elastic: lets replicas join and leave; None = a lost one is replaced before the run goes on.
         hybrid: replicas on the trainer's devices, which serve while the trainer waits; None = there are none.
     """
@@ -210,9 +245,9 @@ class DisaggregatedReplicas(ColocatedReplicas):
         self._serve_hybrid()
         return metrics
 
-    def sync(self, rollouts: Rollouts, idle: IdleClock, wait_ended: Callable[[], None] | None) -> Metrics:
+    def sync(self, rollouts: Rollouts, wait_ended: Callable[[], None] | None) -> Metrics:
         """Let replicas join and leave, and send the actor's weights; see :meth:`Replicas.sync`."""
-        self._update(rollouts, idle.waited_s)
+        self._update(rollouts)
         if wait_ended is None:
             metrics = self._sync_in_flight(rollouts)
             self._serve_hybrid()
@@ -225,7 +260,7 @@ class DisaggregatedReplicas(ColocatedReplicas):
             metrics = waited | stats.metrics() | self.sync_weights()
         metrics["rollout_service/replicas"] = float(len(self.processes()))
         metrics["rollout_service/switch_s"], self._switch_s = self._switch_s, 0.0
-        return metrics | idle.metrics(metrics.get("rollout/replica_utilization/mean", 0.0))
+        return metrics | rollouts.idle.metrics(metrics.get("rollout/replica_utilization/mean", 0.0))
 
     def replace(self, lost: Collection[int]) -> None:
         """Replace lost replicas by new processes; elastic ones leave until they can join again.
@@ -244,9 +279,9 @@ class DisaggregatedReplicas(ColocatedReplicas):
         if self._hybrid is not None:
             self._hybrid.serve = self._hybrid.in_use
 
-    def _update(self, rollouts: Rollouts, waited_s: float) -> None:
+    def _update(self, rollouts: Rollouts) -> None:
         """Let elastic replicas join and leave before a weight sync, and decide about the hybrid ones."""
-        if self._hybrid is not None and self._hybrid.decide(waited_s):
+        if self._hybrid is not None and self._hybrid.decide(rollouts.idle.waited_s):
             self._reconnect()
         if self._elastic is None:
             return

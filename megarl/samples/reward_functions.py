@@ -59,8 +59,6 @@ def function_manager(
     """Build the reward manager of the configuration; starts no process.
 
     Args:
-        config: complete.
-        tokenizer: of the policy.
         logs: of the reward processes; None = output of the driver.
 
     Raises:
@@ -91,8 +89,6 @@ def runner_scorers(
     Empty if the reward phase scores: for functions that take batches, by configuration, and in jobs without a reward.
 
     Args:
-        config: complete.
-        logs: of the reward processes; None = output of the agent runners.
         nodes: number of nodes that the agent runners share.
 
     Raises:
@@ -180,9 +176,7 @@ def check_rewards(config: ScoredJobConfig) -> None:
 def reward_plan(config: ScoredJobConfig, processes: int | None = None) -> RewardPlan:
     """List the configured functions without loading them.
 
-    Args:
-        config: complete.
-        processes: number of all processes, which share the concurrent requests to services; None = as configured.
+    All ``processes`` share the concurrent requests to services; None = as many as configured.
     """
     keys, custom = config.reward, config.reward.custom_reward_function
     weights: Mapping[str, float] = keys.functions or {CUSTOM_REWARD if custom.path else keys.name: 1.0}
@@ -239,16 +233,8 @@ def _spec(config: ScoredJobConfig, name: str, workers: int) -> FunctionSpec:
         return FunctionSpec(name, _judge_arguments(keys) | user_arguments, limit, share)
     if name == "code":
         sandbox = keys.sandbox
-        arguments: dict[str, Any] = {
-            "url": sandbox.url,
-            "memory_limit_mb": sandbox.memory_limit_mb,
-            "timeout_s": sandbox.timeout_s,
-            "max_processes": sandbox.max_processes,
-            "disk_mb": sandbox.disk_mb,
-            "max_cases": sandbox.max_cases,
-            "continuous": sandbox.continuous,
-            "allow_unfiltered": sandbox.allow_unfiltered,
-        }
+        arguments = dataclasses.asdict(sandbox)
+        del arguments["max_concurrent"]
         limit = (sandbox.max_cases or _CASES_WITHOUT_LIMIT) * 2 * sandbox.timeout_s + _MARGIN_S
         share = -(-sandbox.max_concurrent // workers) if sandbox.url else 1
         return FunctionSpec(name, arguments | user_arguments, limit, share)
@@ -256,21 +242,13 @@ def _spec(config: ScoredJobConfig, name: str, workers: int) -> FunctionSpec:
 
 
 def _judge_arguments(keys: RewardConfig) -> dict[str, Any]:
-    judge = keys.judge
-    template = judge.template
-    if judge.template_path is not None:
-        template = Path(judge.template_path).expanduser().read_text(encoding="utf-8")
-    arguments = {
-        "base_url": judge.base_url,
-        "model": judge.model,
-        "score_pattern": judge.score_pattern,
-        "score_range": list(judge.score_range),
-        "max_tokens": judge.max_tokens,
-        "temperature": judge.temperature,
-        "timeout_s": judge.timeout_s,
-        "api_key_env": judge.api_key_env,
-    }
-    return arguments if template is None else arguments | {"template": template}
+    arguments = dataclasses.asdict(keys.judge)
+    path, _ = arguments.pop("template_path"), arguments.pop("max_concurrent")
+    if path is not None:
+        arguments["template"] = Path(path).expanduser().read_text(encoding="utf-8")
+    if arguments["template"] is None:
+        del arguments["template"]
+    return arguments
 
 
 def num_processes(keys: RewardConfig) -> int:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import logging
 from collections.abc import Sequence
-from typing import NamedTuple, Protocol, Self
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -17,11 +17,11 @@ from megarl.base.reductions import Metrics, Total
 from megarl.cluster.role_groups import RewardModelGroup
 from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
-from megarl.data import DataProto, attention_mask_of, pad_left, pad_right, sequence_lengths
-from megarl.data.control_tokens import control_tokens
+from megarl.data import DataProto, sequence_lengths
+from megarl.data.columns import padded_pair
 from megarl.data.tokenization import Prompt, PromptEncoder
-from megarl.data.tokenizer_folder import load_tokenizer
-from megarl.rewards.manager import Failures, NullReward, Scored, with_scores
+from megarl.data.tokenizers import control_tokens, load_tokenizer
+from megarl.rewards.manager import Failures, NullReward, RewardManager, Scored, with_scores
 from megarl.rewards.outcome import EXTRA
 from megarl.samples.reward_functions import function_manager
 from megarl.workers.row_math import row_sums, summary
@@ -32,25 +32,9 @@ RM_SCORE, FUNCTION_SCORE = "rm_score", "function_score"
 SEQUENCES = ["prompts", "responses", "attention_mask"]
 
 
-class BatchScorer(Protocol):
-    """A reward manager: a context manager that scores batches."""
-
-    def score(self, batch: DataProto, *, check: bool = True) -> Scored[DataProto]:
-        """Score a batch; rows whose reward failed are masked."""
-
-    def check(self, parts: Sequence[Failures]) -> None:
-        """Check the number of failed rows."""
-
-    def __enter__(self) -> Self:
-        """Start the reward processes."""
-
-    def __exit__(self, *_: object) -> None:
-        """End the reward processes."""
-
-
 def reward_manager(
     config: ScoredJobConfig, tokenizer: PreTrainedTokenizerBase, logs: ProcessLogs | None = None
-) -> BatchScorer:
+) -> RewardManager | NullReward:
     """Build the manager of the configured reward functions; a null reward if their weight is 0.
 
     Raises:
@@ -73,13 +57,6 @@ class ModelScores(NamedTuple):
     truncated: int
 
 
-class RewardModel(Protocol):
-    """A reward model as the reward phase uses it."""
-
-    def score(self, batch: DataProto) -> ModelScores:
-        """Score all rows of a batch."""
-
-
 class RewardPhase:
     """Scores batches of samples, in training and in validation.
 
@@ -87,18 +64,15 @@ class RewardPhase:
     A row whose function failed stays masked, whatever the reward model's score.
 
     Args:
-        functions: manager of the reward functions; its processes are started.
-        tokenizer: of the policy.
-        keys: the section ``reward``.
         model: the reward model; None = functions only.
     """
 
     def __init__(
         self,
-        functions: BatchScorer,
+        functions: RewardManager | NullReward,
         tokenizer: PreTrainedTokenizerBase,
         keys: RewardConfig,
-        model: RewardModel | None = None,
+        model: RewardModelScorer | None = None,
     ) -> None:
         self.functions = functions
         self.tokenizer = tokenizer
@@ -169,10 +143,6 @@ class SequenceReader:
     If the reward model has another tokenizer, the reader decodes the response and encodes the conversation
     (``raw_prompt`` plus the response as the assistant's message) with the reward model's chat template.
 
-    Args:
-        keys: the section ``reward.model``.
-        policy_tokenizer: tokenizer of the samples.
-
     Raises:
         ConfigError: the vocabularies of the two tokenizers do not fit the configuration.
         ModelError: a tokenizer cannot be loaded.
@@ -209,7 +179,8 @@ class SequenceReader:
             parts = zip(*(batch.unpadded(name) for name in SEQUENCES[:2]), strict=True)
             sequences = [[*prompt.tolist(), *response.tolist()] for prompt, response in parts]
         too_long = sum(len(ids) > self.max_length for ids in sequences)
-        return _sequence_batch([ids[-self.max_length :] for ids in sequences]), too_long
+        kept = [ids[-self.max_length :] for ids in sequences]  # the last token is the response, the others the prompt
+        return DataProto.from_dict(padded_pair([ids[:-1] for ids in kept], [ids[-1:] for ids in kept])), too_long
 
     def _encode(self, batch: DataProto, decoder: PreTrainedTokenizerBase) -> list[list[int]]:
         prompts = batch.non_tensor_batch.get("raw_prompt")
@@ -227,12 +198,7 @@ class SequenceReader:
 
 
 class RewardModelScorer:
-    """Scores batches with the workers of the reward model.
-
-    Args:
-        workers: initialised worker group of the role.
-        reader: builds the sequences.
-    """
+    """Scores batches with the workers of the reward model."""
 
     def __init__(self, workers: RewardModelGroup, reader: SequenceReader) -> None:
         self.workers = workers
@@ -245,17 +211,6 @@ class RewardModelScorer:
         sequences, truncated = self.reader.read(batch)
         padded, added = sequences.pad_to_divisor(self.multiple)
         return ModelScores(self.workers.compute_rm_score(padded).unpad(added).tensors["rm_scores"], truncated)
-
-
-def _sequence_batch(sequences: Sequence[list[int]]) -> DataProto:
-    """Whole sequences as rows: the last token is the response, the rest the prompt."""
-    tensors = {
-        "prompts": pad_left([ids[:-1] for ids in sequences]),
-        "responses": pad_right([ids[-1:] for ids in sequences]),
-    }
-    lengths = [len(ids) - 1 for ids in sequences]
-    tensors["attention_mask"] = attention_mask_of(lengths, [1] * len(sequences), tensors["prompts"].shape[1], 1)
-    return DataProto.from_dict(tensors)
 
 
 def _check_same_vocabulary(

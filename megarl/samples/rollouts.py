@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import dataclasses
-from collections.abc import Callable, Collection, Mapping, Sequence
+import time
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from types import MappingProxyType
 from typing import Any
 
@@ -20,8 +21,6 @@ from megarl.agents.types import (
     VALIDATION_REWARD,
     ConversationGroup,
     ConversationService,
-    FinishedSample,
-    PlannedSample,
     SampleId,
     StoredTurn,
     Trajectory,
@@ -44,8 +43,55 @@ ROLLOUT_METRICS = "rollout_metrics"
 """Key in the ``meta_info`` of a validation batch: metrics of its conversations."""
 WAIT_S = 1.0
 """Timeout of one wait for finished samples, in seconds; callers wait again."""
-STORED = ("number", "prompt_ids", "key", "agent_name", "facts")
+STORED = ("number", "prompt_ids", "key", "agent_name", "facts", "seeds")
 """Fields of a group that a checkpoint has; the others follow from them."""
+
+
+class IdleClock:
+    """Measures the share of a sync interval in which the trainer waits for samples, under verl's names.
+
+    An interval ends with a weight sync, and the next one begins with it.
+
+    Args:
+        clock: monotonic clock in seconds.
+
+    Attributes:
+        waited_s: seconds of the current interval in which the trainer has waited.
+    """
+
+    def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
+        self._clock = clock
+        self._began: float | None = None
+        self.waited_s = 0.0
+
+    def start(self) -> None:
+        """Begin the first interval; later calls have no effect."""
+        if self._began is None:
+            self._began = self._clock()
+
+    @contextlib.contextmanager
+    def waiting(self) -> Iterator[None]:
+        """Count the block as a wait of the trainer."""
+        started = self._clock()
+        try:
+            yield
+        finally:
+            self.waited_s += self._clock() - started
+
+    def metrics(self, utilization: float) -> Metrics:
+        """End an interval, and return ``fully_async/{trainer,rollouter}/idle_ratio``.
+
+        Args:
+            utilization: mean share of the interval in which an engine had a request.
+        """
+        now, began, waited = self._clock(), self._began, self.waited_s
+        self._began, self.waited_s = now, 0.0
+        if began is None or now <= began:
+            return {}
+        return {
+            "fully_async/trainer/idle_ratio": waited / (now - began),
+            "fully_async/rollouter/idle_ratio": 1.0 - utilization,
+        }
 
 
 class Rollouts:
@@ -56,16 +102,14 @@ class Rollouts:
     from -1 downwards, so both may be in flight at the same time.
 
     Args:
-        runners: lead the conversations.
         replicas: returns the current rollout replicas by number, since they may be replaced, join and leave.
-        config: complete.
-        tokenizer: of the policy.
         batch_info: ``meta_info`` of training batches, such as the rows of a mini-batch.
         on_lost: receives the numbers of lost replicas when no conversation is in flight.
         state_masking: exclude tokens of tools and searches from training.
 
     Attributes:
         is_open: whether the runners hold the replicas; from a submission to :meth:`close`.
+        idle: waits of the trainer for samples since the last weight sync.
     """
 
     def __init__(
@@ -86,7 +130,7 @@ class Rollouts:
         self.batch_info = batch_info
         self.on_lost = on_lost
         self.state_masking = state_masking
-        self.is_open = False
+        self.is_open, self.idle = False, IdleClock()
         asynchronous = config.async_training if isinstance(config, TrainConfig) else None
         self.with_versions = asynchronous is not None and asynchronous.mode != SYNC
         self.with_routes = config.actor_rollout_ref.replays_engine_routes
@@ -94,7 +138,7 @@ class Rollouts:
         self.with_baseline = isinstance(config, TrainConfig) and config.uses_baselines
         self._default_loop = default_agent_loop(config)
         self._served: Mapping[int, Replica] = {}
-        self._ended: list[FinishedSample] = []
+        self._ended: dict[SampleId, Trajectory] = {}
         self._awaited: set[SampleId] = set()
         self._validated: dict[SampleId, Trajectory] = {}
 
@@ -113,22 +157,22 @@ class Rollouts:
             self.runners.set_replicas(replicas)
             self._served = replicas
 
-    def finished(self, wait_s: float) -> list[FinishedSample]:
-        """Return samples of training that have ended; wait for the first one, at most ``wait_s`` seconds.
+    def finished(self, wait_s: float) -> dict[SampleId, Trajectory]:
+        """Return the trajectories of training that have ended; wait for the first one, at most ``wait_s`` seconds.
 
         Raises:
             MegarlError: no conversation can go on; none is in flight any more.
         """
         if self.is_open:
             self._receive(0.0 if self._ended else wait_s)
-        ended, self._ended = self._ended, []
+        ended, self._ended = self._ended, {}
         return ended
 
     def close(self) -> RouterStats:
         """Abort the conversations in flight; when it returns, no replica has a request."""
         if not self.is_open:
             return RouterStats()
-        self.is_open, self._ended = False, []
+        self.is_open, self._ended = False, {}
         self._awaited &= self._validated.keys()
         return self.runners.close()
 
@@ -143,7 +187,6 @@ class Rollouts:
         """Start validation samples; training conversations go on.
 
         Args:
-            prompts: held-out prompts.
             step: seeds the draws.
             batch: number of the validation batch in the step.
         """
@@ -170,9 +213,6 @@ class Rollouts:
 
     def end_validation(self, groups: Sequence[ConversationGroup]) -> DataProto:
         """Wait for validation samples, and build their batch.
-
-        Args:
-            groups: see :meth:`begin_validation`.
 
         Returns:
             ``n`` adjacent rows per prompt; the column ``uid`` names the prompt. ``meta_info[ROLLOUT_METRICS]`` has the
@@ -208,55 +248,36 @@ class Rollouts:
 
     @property
     def _training_params(self) -> list[SamplingParams]:
-        """Sampling parameters of each sample of a training group; the greedy baseline is the last."""
+        """Sampling parameters by sample of a training group; the greedy baseline is the last."""
         assert isinstance(self.rollout, TrainingRolloutConfig), "a job without training samples"
         params = SamplingParams.of(self.rollout, self.config.data.max_response_length)
         greedy = [dataclasses.replace(params, temperature=0.0)] * self.with_baseline
         return [params] * self.rollout.n + greedy
 
     def training_groups(self, prompts: DataProto, numbers: Sequence[int]) -> list[ConversationGroup]:
-        """Build the training groups of prompts.
-
-        Args:
-            prompts: one per group.
-            numbers: number of each group, from 0; it seeds the samples.
-        """
+        """Build a training group per prompt; their numbers, from 0, seed the samples."""
         params, origins = self._training_params, [self._origin(number) for number in numbers]
         return [
             self._group(number, self._seed(origin), _uid(origin), params, TRAINING_REWARD, ids, facts)
             for number, origin, (ids, facts) in zip(numbers, origins, _prompt_rows(prompts), strict=True)
         ]
 
-    def restored_group(
-        self, stored: Mapping[str, Any], turns: Mapping[SampleId, Sequence[StoredTurn]]
-    ) -> ConversationGroup:
-        """Build a training group from a checkpoint.
-
-        Args:
-            stored: see :func:`stored_group`.
-            turns: turns of its unfinished samples.
-        """
-        samples = [
-            PlannedSample(sample, params, seed, turns.get(SampleId(stored["number"], sample), ()))
-            for sample, (params, seed) in enumerate(zip(self._training_params, stored["seeds"], strict=True))
-        ]
+    def restored_group(self, stored: Mapping[str, Any], turns: Mapping[int, Sequence[StoredTurn]]) -> ConversationGroup:
+        """Build a training group from its fields :data:`STORED`, and the turns of its unfinished samples."""
         return ConversationGroup(
-            samples=samples,
+            params=self._training_params,
             messages=stored["facts"].get("raw_prompt", ()),
             with_routes=self.with_routes,
             with_turns=self.with_turns,
             reward=TRAINING_REWARD,
+            turns=turns,
             **{name: stored[name] for name in STORED},
         )
 
     def batch_of(
         self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory]
     ) -> tuple[DataProto, Metrics]:
-        """Build a training batch of finished groups, and the metrics of its conversations.
-
-        Args:
-            groups: see :meth:`training_groups`.
-            trajectories: of their samples, in the order of the groups.
+        """Build a training batch from the trajectories of finished groups; return its conversations' metrics too.
 
         Returns:
             ``n`` adjacent rows per group; the column ``uid`` names the prompt. With ReMax, a row more, for which the
@@ -271,15 +292,15 @@ class Rollouts:
         return batch, trajectory_metrics(trajectories)
 
     def _receive(self, wait_s: float) -> None:
-        """Sort finished samples into those of training and of validation."""
+        """Sort finished samples into training and validation."""
         try:
             ended = self.runners.finished(wait_s)
         except Exception:
             with contextlib.suppress(Exception):  # the first error is the cause
                 self.close()
             raise
-        self._ended += [sample for sample in ended if sample.name.group >= 0]
-        self._validated |= {name: trajectory for name, trajectory in ended if name.group < 0}
+        self._ended |= {name: trajectory for name, trajectory in ended.items() if name.group >= 0}
+        self._validated |= {name: trajectory for name, trajectory in ended.items() if name.group < 0}
 
     def _origin(self, number: int) -> tuple[int, int, int]:
         """Return stream, step and place of a training group if no group is dropped; they seed its samples."""
@@ -309,9 +330,8 @@ class Rollouts:
             number=number,
             messages=facts.get("raw_prompt", ()),
             prompt_ids=prompt_ids,
-            samples=[
-                PlannedSample(sample, sampling, derive_seed(seed, sample)) for sample, sampling in enumerate(params)
-            ],
+            params=params,
+            seeds=[derive_seed(seed, sample) for sample in range(len(params))],
             key=key,
             agent_name=str(facts.get(AGENT_NAME) or self._default_loop),
             facts=facts,
@@ -336,11 +356,6 @@ class Rollouts:
         columns = {name: [group.facts.get(name) for group in groups] for name in names}
         prompts = DataProto.from_dict({}, {**columns, "uid": [group.key for group in groups]})
         return batch.union(prompts.repeat(len(trajectories) // len(groups)))
-
-
-def stored_group(group: ConversationGroup) -> dict[str, Any]:
-    """Return the fields of a training group that a checkpoint has."""
-    return {name: getattr(group, name) for name in STORED} | {"seeds": [sample.seed for sample in group.samples]}
 
 
 def _prompt_rows(prompts: DataProto) -> list[tuple[np.ndarray, dict[str, Any]]]:

@@ -29,7 +29,7 @@ class ScoredGroups(NamedTuple):
         numbers: of the groups, in the order of their rows.
         rows: their samples, without ReMax's baselines.
         varied: numbers of the groups whose samples differ in ``filter_groups.metric``; all without dynamic sampling.
-        tokens: generated tokens, those of the baselines included.
+        tokens: generated tokens, with the baselines'.
         metrics: of conversations and rewards.
         failures: rows without a score.
     """
@@ -53,9 +53,6 @@ class GroupSelection:
     ReMax's baselines become a column. With ``filter_groups`` (dynamic sampling, DAPO), groups without variance give
     their slots back, until ``max_num_gen_batches`` batches of prompts were admitted. ``best_of_n`` keeps the best k of
     n samples per prompt.
-
-    Args:
-        config: complete.
     """
 
     def __init__(self, config: TrainConfig) -> None:
@@ -73,13 +70,7 @@ class GroupSelection:
         return max(0, prompts - max(self.batch_size, self.gen_batch_size))
 
     def groups(self, numbers: Sequence[int], scored: Scored[DataProto], metrics: Metrics) -> ScoredGroups:
-        """Find the groups without variance among scored ones.
-
-        Args:
-            numbers: of the groups, in the order of their rows.
-            scored: groups adjacent.
-            metrics: of their conversations.
-        """
+        """Find the groups without variance among scored ones; ``numbers`` are in the order of their rows."""
         rows, baseline_metrics = split_baselines(scored.batch)
         varied: Collection[int] = numbers
         if self.filter.enable:
@@ -98,13 +89,10 @@ class GroupSelection:
         dropped: Mapping[int, ScoredGroups],
         surplus: int,
     ) -> tuple[DataProto, Metrics]:
-        """Return the batch to train on, and its metrics.
+        """Return the batch of the groups ``numbers`` to train on, and its metrics.
 
-        Args:
-            scored: the scored groups by number, those of the batch among them.
-            numbers: groups of the batch.
-            dropped: groups without variance since the last batch.
-            surplus: groups that were admitted beyond the batch and start again.
+        ``scored`` has them and others; ``dropped`` has the groups without variance since the last batch. ``surplus``
+        groups were admitted beyond the batch and start again.
         """
         parts = parts_of(scored, numbers, dropped)
         metrics: Metrics = combine_metrics([(part.metrics, len(part.rows)) for part in parts])
@@ -161,13 +149,7 @@ class GroupSelection:
 def parts_of(
     scored: Mapping[int, ScoredGroups], numbers: Sequence[int], dropped: Mapping[int, ScoredGroups]
 ) -> list[ScoredGroups]:
-    """Return what was scored together for a batch, each once, by the number of its first group.
-
-    Args:
-        scored: see :meth:`GroupSelection.batch`.
-        numbers: groups of the batch.
-        dropped: groups without variance since the last batch.
-    """
+    """Return what was scored together for a batch, each once, by the number of its first group."""
     used = {id(part): part for part in [*dropped.values(), *(scored[number] for number in numbers)]}
     return sorted(used.values(), key=lambda part: part.numbers[0])
 
@@ -175,7 +157,7 @@ def parts_of(
 def split_baselines(batch: DataProto) -> tuple[DataProto, Metrics]:
     """Drop the greedy ReMax samples and keep their scores as the column ``reward_baselines``.
 
-    If the greedy sample of a prompt has no score, the other samples of the prompt are masked.
+    If a prompt's greedy sample has no score, its other samples are masked.
 
     Returns:
         The other samples, and the metrics ``reward_baselines/{mean,failed}``.

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import time
+from collections import defaultdict
 from collections.abc import Callable, Generator, Iterable, Iterator, Mapping, Sequence
 from contextlib import AbstractContextManager, nullcontext
+from dataclasses import replace
 from types import MappingProxyType
 from typing import Any
 
 from megarl.agents.trajectories import report_failures
-from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
-from megarl.base.errors import StepImpossible, WeightSyncError
+from megarl.agents.types import ConversationGroup, SampleId, StoredTurn, Trajectory
+from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Metrics
 from megarl.base.signals import while_waiting
 from megarl.config.schema.async_training import SYNC
@@ -19,14 +21,11 @@ from megarl.data import DataProto
 from megarl.data.loader import PromptQueue
 from megarl.rewards.manager import Failures
 from megarl.rewards.outcome import Outcome
-from megarl.rollout.interface import NO_VERSION
-from megarl.samples.idle_clock import IdleClock
-from megarl.samples.ledger import AdmissionRule, GroupLedger
+from megarl.samples.ledger import AdmissionRule, GroupLedger, check_staleness, staleness_metrics
 from megarl.samples.replicas import Replicas
 from megarl.samples.reward_phase import RewardPhase
-from megarl.samples.rollouts import WAIT_S, Rollouts, stored_group
+from megarl.samples.rollouts import STORED, WAIT_S, Rollouts
 from megarl.samples.selection import GroupSelection, ScoredGroups, parts_of
-from megarl.samples.staleness import staleness_metrics
 
 GROUPS, SAMPLES, TURNS, LEDGER = "groups", "samples", "turns", "ledger"
 TimedPhase = Callable[[str], AbstractContextManager[object]]
@@ -36,13 +35,7 @@ TimedPhase = Callable[[str], AbstractContextManager[object]]
 def restored_ledger(
     config: TrainConfig, total_steps: int, step: int = 0, state: Mapping[str, Any] = MappingProxyType({})
 ) -> GroupLedger:
-    """Build the ledger of a run.
-
-    Args:
-        config: complete.
-        total_steps: training steps of the whole run.
-        step: of the checkpoint to resume from; 0 = a new run.
-        state: its work in flight, see :meth:`SampleService.state_dict`.
+    """Build the ledger of a run: new, or resumed after ``step`` from :meth:`SampleService.state_dict`.
 
     Raises:
         CheckpointError, ConfigError: the work in flight does not fit the configuration.
@@ -74,14 +67,6 @@ class SampleService:
     With staleness 0 and one batch per sync, the samples, their order and their seeds are the same in all modes. Their
     tokens are, too, if all requests fit ``max_num_seqs``; otherwise timing decides which requests an engine computes
     together, in each mode.
-
-    Args:
-        config: complete.
-        ledger: of the run, at the state of the checkpoint to resume from, if any.
-        prompts: queue of training prompts.
-        rollouts: leads conversations and builds batches.
-        rewards: scores batches.
-        replicas: rollout replicas.
     """
 
     def __init__(
@@ -101,7 +86,6 @@ class SampleService:
         self._ended: dict[SampleId, Trajectory] = {}
         self._scored: dict[int, ScoredGroups] = {}
         self._dropped: dict[int, ScoredGroups] = {}
-        self._idle = IdleClock()
         self._error: Exception | None = None
         self._unsent: list[int] = []
 
@@ -113,16 +97,12 @@ class SampleService:
     def batches(self, step: int, phase: TimedPhase) -> Generator[tuple[DataProto, Metrics]]:
         """Yield the batches of a step as their groups are complete, each with its metrics of generation and scoring.
 
-        Args:
-            step: global step.
-            phase: times ``gen`` and ``reward``.
-
         Raises:
             StepImpossible: there is no batch to train on, for example because all rollout replicas are lost, or too
                 few groups have varied scores.
             WeightSyncError: a sample has tokens of other weight versions than the mode allows.
         """
-        self._idle.start()
+        self.rollouts.idle.start()
         for _ in range(self.keys.sync_interval):
             with phase("gen"):
                 numbers = self._collect()
@@ -142,7 +122,7 @@ class SampleService:
         self._raise_error()
         waited = self._wait_validated()
         in_flight = self.keys.partial_rollout and self.ledger.running
-        metrics = self.replicas.sync(self.rollouts, self._idle, None if in_flight else self._wait_ended)
+        metrics = self.replicas.sync(self.rollouts, None if in_flight else self._wait_ended)
         self.ledger.sync()
         if self.replicas.across_steps:
             self._admit()
@@ -154,7 +134,7 @@ class SampleService:
         if not self.rollouts.validates:
             return {}
         started = time.perf_counter()
-        with self._idle.waiting():
+        with self.rollouts.idle.waiting():
             self.rollouts.wait_validated()
         return {"rollout_service/validation_wait_s": time.perf_counter() - started}
 
@@ -173,7 +153,7 @@ class SampleService:
             turns = self._restored_turns()
         return {
             LEDGER: self.ledger.state_dict(),
-            GROUPS: [stored_group(self._groups[number]) for number in self.ledger.untrained],
+            GROUPS: [{name: getattr(self._groups[n], name) for name in STORED} for n in self.ledger.untrained],
             SAMPLES: [[*name, _stored_trajectory(trajectory)] for name, trajectory in self._ended.items()],
             TURNS: [[*name, [dict(vars(turn)) for turn in of_sample]] for name, of_sample in turns.items()],
         }
@@ -182,19 +162,16 @@ class SampleService:
         """Restore the work in flight; unfinished samples go on after their stored turns, with the same seeds.
 
         The ledger is restored before the workers start, see :func:`restored_ledger`.
-
-        Args:
-            state: see :meth:`state_dict`.
-            step: of the checkpoint; 0 = a new run.
         """
         self.replicas.weight_version = step  # weight versions go on, and those of finished samples stay valid
         if not state:
             return
-        turns = {
-            SampleId(group, sample): [StoredTurn(**fields) for fields in of_sample]
-            for group, sample, of_sample in (state.get(TURNS, ()) if self.keys.partial_rollout else ())
+        turns: dict[int, dict[int, list[StoredTurn]]] = defaultdict(dict)
+        for number, sample, of_sample in state.get(TURNS, ()) if self.keys.partial_rollout else ():
+            turns[number][sample] = [StoredTurn(**fields) for fields in of_sample]
+        self._groups = {
+            group["number"]: self.rollouts.restored_group(group, turns[group["number"]]) for group in state[GROUPS]
         }
-        self._groups = {group["number"]: self.rollouts.restored_group(group, turns) for group in state[GROUPS]}
         self._ended = {
             SampleId(group, sample): _restored_trajectory(fields) for group, sample, fields in state[SAMPLES]
         }
@@ -208,7 +185,7 @@ class SampleService:
         """Wait until the groups of a batch are complete; return their numbers in the order of admission."""
         self.replicas.ready()
         self._admit()
-        with self._idle.waiting():
+        with self.rollouts.idle.waiting():
             while (numbers := self._next_groups()) is None:
                 self._receive(WAIT_S)
                 self._drop_groups()
@@ -279,7 +256,7 @@ class SampleService:
         """Let the groups beyond the batch start again with the next weights; return their number.
 
         Args:
-            dropped: those that were dropped; how many have ended depends on time.
+            dropped: dropped groups; how many have ended depends on time.
         """
         if not self.ledger.rule.surplus:
             return 0
@@ -361,14 +338,14 @@ class SampleService:
             self.rollouts.submit([self._missing(number) for number in unsent])
 
     def _missing(self, number: int) -> ConversationGroup:
-        missing = {SampleId(number, sample) for sample in self.ledger.missing(number)}
-        return self._groups[number].only(missing)
+        return replace(self._groups[number], samples=self.ledger.missing(number))
 
     def _receive(self, wait_s: float) -> None:
         """Record the samples that have ended."""
         self._raise_error()
-        for name, trajectory in self.rollouts.finished(wait_s):
-            self._ended[name] = trajectory
+        ended = self.rollouts.finished(wait_s)
+        self._ended |= ended
+        for name in ended:
             self.ledger.end_sample(*name)
 
     def _receive_meanwhile(self) -> None:
@@ -393,7 +370,7 @@ class SampleService:
 
     def _wait_ended(self) -> None:
         """Wait until no conversation is in flight."""
-        with self._idle.waiting():
+        with self.rollouts.idle.waiting():
             while self.ledger.running:
                 self._receive(WAIT_S)
 
@@ -404,18 +381,18 @@ class SampleService:
         if not self.rollouts.is_open:
             return self._restored_turns()
         turns = self.rollouts.runners.stored_turns()
-        while any(name not in turns for name, _ in self._unfinished()):  # they have ended
+        while any(name not in turns for name in self._unfinished()):  # they have ended
             self._receive(WAIT_S)
-        return {name: turns[name] for name, _ in self._unfinished() if turns[name]}
+        return {name: turns[name] for name in self._unfinished() if turns[name]}
 
     def _restored_turns(self) -> dict[SampleId, Sequence[StoredTurn]]:
         """Return the turns that unfinished samples have from an earlier checkpoint."""
-        return {name: sample.turns for name, sample in self._unfinished() if sample.turns}
+        stored = {name: self._groups[name.group].turns.get(name.sample, ()) for name in self._unfinished()}
+        return {name: turns for name, turns in stored.items() if turns}
 
-    def _unfinished(self) -> Iterator[tuple[SampleId, PlannedSample]]:
+    def _unfinished(self) -> Iterator[SampleId]:
         for number in self.ledger.running:
-            group = self._missing(number)
-            yield from zip(group.ids, group.samples, strict=True)
+            yield from self._missing(number).ids
 
 
 def _stored_trajectory(trajectory: Trajectory) -> dict[str, Any]:
@@ -427,26 +404,3 @@ def _stored_trajectory(trajectory: Trajectory) -> dict[str, Any]:
 def _restored_trajectory(stored: Mapping[str, Any]) -> Trajectory:
     outcome = stored.get("outcome")
     return Trajectory(**{**stored, "outcome": None if outcome is None else Outcome(*outcome)})
-
-
-def check_staleness(trajectories: Sequence[Trajectory], version: int, bound: int) -> None:
-    """Check the weight versions of all tokens against the bound.
-
-    Args:
-        trajectories: of a batch.
-        version: weight version that trains them.
-        bound: largest staleness.
-
-    Raises:
-        WeightSyncError: a token is newer than ``version``, or staler than the bound.
-    """
-    for trajectory in trajectories:
-        versions = trajectory.weight_versions if len(trajectory.weight_versions) else [trajectory.weight_version]
-        sampled_by = [int(number) for number in versions if number != NO_VERSION]
-        if sampled_by and not version - bound <= min(sampled_by) <= max(sampled_by) <= version:
-            raise WeightSyncError(
-                f"a sample was generated by the weight versions {min(sampled_by)} to {max(sampled_by)}; version "
-                f"{version} trains samples of {version - bound} or later (async_training.max_staleness={bound}). "
-                "Resume the run from its last checkpoint",
-                code="sync.stale-sample",
-            )

@@ -10,15 +10,14 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import (
+    POLICY_LOSSES,
     ChoiceFunction,
     PolicyLoss,
     PolicyLossInputs,
     PolicyLossOptions,
     Truncation,
     WholeMiniBatch,
-    entropy_loss,
     kl_penalty,
-    load_policy_loss,
     loglinear_log_probs,
     proximal_weights,
     token_keys,
@@ -278,7 +277,7 @@ class ActorWorker(PolicyWorker):
             unread |= {TEACHER_HIDDEN, TEACHER_NUMBER}
         columns = [name for name in (*POLICY_COLUMNS, *TEACHER_COLUMNS) if name in batch.tensors and name not in unread]
         outputs = OutputOptions(self.log_prob.temperature, with_entropy=self.config.entropy_coeff != 0)
-        loss = load_policy_loss(self.config.policy_loss.loss_mode)
+        loss = POLICY_LOSSES.find(self.config.policy_loss.loss_mode)
         if self._learns_full_kl:
             outputs = outputs._replace(ref_head=self._reference_head)
         token_loss: TokenLossFunction = partial(policy_loss, self.config, loss, correction=self.correction)
@@ -440,7 +439,7 @@ def policy_loss(
         loss = loss * weights
     loss_metrics = {"pg_loss": loss}
     if outputs.entropy is not None:
-        loss = loss + entropy_loss(outputs.entropy, config.entropy_coeff)
+        loss = loss - config.entropy_coeff * outputs.entropy  # the entropy bonus (Schulman et al. 2017, eq. 9)
     if config.use_kl_loss:
         kl = outputs.ref_kl
         if kl is None:

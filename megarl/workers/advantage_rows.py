@@ -8,13 +8,13 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import (
+    ADVANTAGES,
     AdvantageEstimator,
     AdvantageInputs,
     Correction,
     TurnCounts,
     Turns,
     anchor_groups,
-    load_advantage,
     observations,
     turn_numbers,
 )
@@ -88,7 +88,7 @@ def advantages_of_rows(
         with_rewards = batch.with_columns(rewards.select(["token_level_rewards"]).tensors)
         estimated, facts = advantages_of_rows(with_rewards, options)
         return rewards.with_columns(estimated.tensors), facts
-    estimate, lengths, columns = load_advantage(options.estimator), sequence_lengths(batch)[1], batch.tensors
+    estimate, lengths, columns = ADVANTAGES.find(options.estimator), sequence_lengths(batch)[1], batch.tensors
     tokens = {name: batch.packed(name) for name in ("values", *_TOKEN_INPUTS) if name in columns}
     turns = counts = weights = None
     if "turns" in estimate.needs:

@@ -8,8 +8,7 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import PolicyLossInputs, PolicyLossOptions, clipped_policy_loss, kl_penalty
-from megarl.algorithms.distillation import forward_kl_topk
-from megarl.algorithms.kl import unclamped_k3
+from megarl.algorithms.kl import forward_kl_topk, unclamped_k3
 from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.megatron import PackedMicroBatch, PolicyOutputs
 from megarl.megatron.layers.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER

@@ -1,8 +1,8 @@
 """Token mathematics of a step on a part of its rows: rewards, advantages, and moments for whitening and metrics.
 
 Each function takes the rows of one process and returns new columns and facts. The driver merges the facts of all
-processes and decides from them; it sees no tokens. Row functions (:mod:`megarl.data.row_map`) are those whose name ends
-with ``_of_rows``.
+processes and decides from them; it sees no tokens. Names of row functions (:mod:`megarl.data.remote_columns`) end with
+``_of_rows``.
 """
 
 from __future__ import annotations

@@ -16,8 +16,8 @@ from megarl.agents import (
     conversation_limits,
     default_agent_loop,
 )
+from megarl.agents.loop import SingleTurnLoop
 from megarl.agents.search_agent import SearchLoop
-from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.tool_agent import ToolLoop, ToolOptions
 from megarl.config import TrainConfig
 from megarl.config.build import build

@@ -18,10 +18,9 @@ from megarl.agents import (
     turn_seed,
 )
 from megarl.agents.frames import encode_prompt, turn_frame
-from megarl.agents.loop import AGENT_LOOPS
+from megarl.agents.loop import AGENT_LOOPS, SingleTurnLoop
 from megarl.agents.runner import AgentRunner
-from megarl.agents.single_turn import SingleTurnLoop
-from megarl.agents.types import ConversationGroup, PlannedSample
+from megarl.agents.types import ConversationGroup
 from megarl.config import TrainConfig
 from megarl.config.build import build
 from megarl.rollout import Completion, Request
@@ -264,15 +263,15 @@ def test_samples_of_a_group_share_no_objects_that_an_agent_may_change(tokenizer)
         "trainer": {"device": "cpu", "n_gpus_per_node": 1, "experiment_name": "agents"},
     }
     runner = AgentRunner(build(TrainConfig, settings), tokenizer)
-    samples = [PlannedSample(number, sampling(), number) for number in range(3)]
     facts = {"extra_info": {"hints": ["a", "b"]}}
     loop = f"{__file__}:Changing"
     try:
         runner.open({0: IdleReplica()})
-        runner.submit([ConversationGroup(0, list(USER), np.array([1], np.int32), samples, "k", loop, facts)])
-        ended = []
+        prompt, params = np.array([1], np.int32), [sampling()] * 3
+        runner.submit([ConversationGroup(0, list(USER), prompt, params, range(3), "k", loop, facts)])
+        ended = {}
         while len(ended) < 3:
-            ended += runner.finished(60)
+            ended |= runner.finished(60)
     finally:
         runner.shutdown()
-    assert [len(sample.trajectory.response_ids) for sample in ended] == [3, 3, 3]
+    assert [len(trajectory.response_ids) for trajectory in ended.values()] == [3, 3, 3]

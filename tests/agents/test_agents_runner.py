@@ -12,9 +12,9 @@ from support.expected_errors import raises
 from support.task_configs import arithmetic, train_config  # noqa: F401
 
 from megarl.agents.runner import AgentRunner
-from megarl.agents.types import ConversationGroup, PlannedSample
+from megarl.agents.types import ConversationGroup
 from megarl.base.errors import RewardError
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.rollout import EngineOptions, SamplingParams, create_engine
 
 LOOPS = Path(__file__).with_name("unruly_loops.py")
@@ -57,17 +57,18 @@ def runner_for(engine, arithmetic, train_config):  # noqa: F811
 
 
 def group(number, agent_name="single_turn_agent", **fields):
-    samples = [PlannedSample(sample, SamplingParams(5, ignore_eos=True), 10 * number + sample) for sample in range(2)]
-    return ConversationGroup(number, (), np.array([3, 4, 5], np.int32), samples, str(number), agent_name, **fields)
+    params, seeds = [SamplingParams(5, ignore_eos=True)] * 2, [10 * number, 10 * number + 1]
+    prompt = np.array([3, 4, 5], np.int32)
+    return ConversationGroup(number, (), prompt, params, seeds, str(number), agent_name, **fields)
 
 
 def lead(runner, groups):
     runner.submit(groups)
     ended = {}
-    while len(ended) < sum(len(group.samples) for group in groups):
+    while len(ended) < sum(len(group.ids) for group in groups):
         samples = runner.finished(60.0)
         assert samples, "a sample is lost"
-        ended |= dict(samples)
+        ended |= samples
     return ended
 
 
@@ -80,7 +81,7 @@ def test_unusual_ends_of_conversations_end_them_alone(runner_for):
         assert (trajectory.error is None) == (number == 0), trajectory.error
         assert number == 0 or expected[number] in trajectory.error
     assert [len(ended[0, sample].response_ids) for sample in range(2)] == [5, 5]
-    again = lead(runner, [replace(group(20), samples=group(0).samples)])
+    again = lead(runner, [replace(group(20), seeds=group(0).seeds)])
     assert [again[20, n].response_ids for n in range(2)] == [ended[0, n].response_ids for n in range(2)]
 
 
@@ -110,7 +111,7 @@ def test_reward_processes_that_do_not_start_end_all_conversations(runner_for):
 def test_a_group_that_cannot_start_is_an_error(runner_for):
     runner = runner_for()
     with pytest.raises(TypeError):
-        lead(runner, [replace(group(0, with_turns=True), samples=[PlannedSample(0, None, 0, turns=None)])])
+        lead(runner, [replace(group(0, with_turns=True), turns={0: None})])
 
 
 HUGE = [2**31, 2**63 - 1, 2**63, 2**64, -(2**63) - 1, 10**30, 1e308]

@@ -4,7 +4,7 @@ import asyncio
 import sys
 from dataclasses import replace
 
-from megarl.agents.single_turn import SingleTurnLoop
+from megarl.agents.loop import SingleTurnLoop
 
 
 class ReturnsNothing(SingleTurnLoop):

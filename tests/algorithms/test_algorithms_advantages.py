@@ -11,7 +11,6 @@ from megarl.algorithms import (
     AdvantageInputs,
     gae,
     generalized_advantages,
-    load_advantage,
     reinforce_plus_plus,
     remax,
 )
@@ -179,9 +178,9 @@ def test_user_estimator(tmp_path):
         "def twice(inputs):\n    return 2 * inputs.token_level_rewards, inputs.token_level_rewards\n", encoding="utf-8"
     )
     inputs = AdvantageInputs(torch.ones(1, 2), torch.ones(1, 2))
-    assert load_advantage(f"{file}:twice")(inputs)[0].tolist() == [[2.0, 2.0]]
-    assert load_advantage("gae") is ADVANTAGES["gae"]
+    assert ADVANTAGES.find(f"{file}:twice")(inputs)[0].tolist() == [[2.0, 2.0]]
+    assert ADVANTAGES.find("gae") is ADVANTAGES["gae"]
     with raises("config.user-code-function", "algorithm.adv_estimator", "'thrice'", "['twice']"):
-        load_advantage(f"{file}:thrice")
+        ADVANTAGES.find(f"{file}:thrice")
     with raises("config.unknown-name", "algorithm.adv_estimator='vtrace'", "gae, gigpo, gpg, grpo"):
-        load_advantage("vtrace")
+        ADVANTAGES.find("vtrace")

@@ -7,7 +7,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from support.expected_errors import raises
 
-from megarl.algorithms import KL_ESTIMATORS, apply_kl_penalty, kl_penalty, make_kl_controller
+from megarl.algorithms import KL_CONTROLLERS, KL_ESTIMATORS, apply_kl_penalty, kl_penalty
 
 # value and derivative in log_prob of each estimator, of d = log_prob - ref_log_prob
 FORMULAS = {
@@ -76,7 +76,7 @@ def test_penalty_in_the_reward_equals_the_loop(rows, columns, seed, kind):
 
 
 def test_fixed_controller_stays():
-    controller = make_kl_controller("fixed", 0.02, 0.1, 100)
+    controller = KL_CONTROLLERS["fixed"](0.02, 0.1, 100)
     controller.update(5.0, 64)
     assert controller.value == 0.02
     controller.load_state_dict({"value": 0.5})
@@ -84,13 +84,13 @@ def test_fixed_controller_stays():
 
 
 def test_adaptive_controller_follows_the_target_and_resumes_exactly():
-    controller = make_kl_controller("adaptive", 0.2, 0.1, 1000)
+    controller = KL_CONTROLLERS["adaptive"](0.2, 0.1, 1000)
     expected = 0.2
     for kl in (0.11, 0.5, 0.05, 0.0, 0.1, -3.0):
         controller.update(kl, 128)
         expected *= 1 + float(np.clip((kl - 0.1) / 0.1, -0.2, 0.2)) * 128 / 1000
         assert controller.value == pytest.approx(expected, rel=1e-12)
-    other = make_kl_controller("adaptive", 9.0, 0.1, 1000)
+    other = KL_CONTROLLERS["adaptive"](9.0, 0.1, 1000)
     other.load_state_dict(controller.state_dict())
     for one in (controller, other):
         one.update(0.3, 32)
@@ -99,4 +99,4 @@ def test_adaptive_controller_follows_the_target_and_resumes_exactly():
 
 def test_unknown_controller():
     with raises("config.unknown-name", "algorithm.kl_ctrl.type='pid'", "adaptive, fixed"):
-        make_kl_controller("pid", 0.1, 0.1, 1)
+        KL_CONTROLLERS["pid"](0.1, 0.1, 1)

@@ -1,3 +1,5 @@
+"""Policy losses, a critic's loss, and the weights of tokens."""
+
 import math
 
 import numpy as np
@@ -8,7 +10,15 @@ from hypothesis import strategies as st
 from loss_options import loss_options
 from support.expected_errors import raises
 
-from megarl.algorithms import POLICY_LOSSES, PolicyLossInputs, entropy_loss, load_policy_loss
+from megarl.algorithms import (
+    AGGREGATIONS,
+    POLICY_LOSSES,
+    PolicyLossInputs,
+    bradley_terry_loss,
+    clipped_value_loss,
+    loss_counts,
+    token_weights,
+)
 
 vanilla = POLICY_LOSSES["vanilla"]
 
@@ -209,10 +219,6 @@ def test_huge_ratio_stays_finite():
     assert result.loss[0].item() == 3.0 and result.diagnostics["ppo_kl"].tolist() == [-20.0, 20.0]
 
 
-def test_entropy_bonus_lowers_the_loss():
-    assert entropy_loss(torch.tensor([2.0, 0.5]), 0.01).tolist() == pytest.approx([-0.02, -0.005])
-
-
 def test_packed_tokens_need_lengths():
     inputs = PolicyLossInputs(*(torch.zeros(2) for _ in range(3)), torch.ones(2), options=loss_options())
     with pytest.raises(ValueError, match="lengths"):
@@ -227,9 +233,148 @@ def test_user_loss(tmp_path):
         "def wrong():\n    return 1\n",
         encoding="utf-8",
     )
-    own = load_policy_loss(f"{file}:plain")
+    own = POLICY_LOSSES.find(f"{file}:plain")
     assert own(tokens(*(torch.full((1,), 2.0) for _ in range(3)))).loss.tolist() == [-4.0] and own.choose is None
     with raises("config.user-code-signature", "loss_mode", "1 argument"):
-        load_policy_loss(f"{file}:wrong")
+        POLICY_LOSSES.find(f"{file}:wrong")
     with raises("config.unknown-name", "loss_mode='ppo'", "vanilla"):
-        load_policy_loss("ppo")
+        POLICY_LOSSES.find("ppo")
+
+
+MODES = ("token-mean", "token-sum", "seq-mean-token-sum", "seq-mean-token-mean", "seq-mean-token-sum-norm")
+HORIZON = 11
+
+
+def by_definition(losses, masks, mode):
+    """The aggregated loss of a mini-batch, a list of sequences of different lengths, by the papers' formulas."""
+    kept = [loss[mask] for loss, mask in zip(losses, masks, strict=True) if mask.any()]
+    if not kept:
+        return 0.0
+    if mode == "token-mean":
+        return np.concatenate(kept).mean()
+    if mode == "token-sum":
+        return np.concatenate(kept).sum()
+    per_sequence = {
+        "seq-mean-token-sum": lambda tokens: tokens.sum(),
+        "seq-mean-token-mean": lambda tokens: tokens.mean(),
+        "seq-mean-token-sum-norm": lambda tokens: tokens.sum() / HORIZON,
+    }[mode]
+    return np.mean([per_sequence(tokens) for tokens in kept])
+
+
+@st.composite
+def mini_batches(draw):
+    generator = np.random.default_rng(draw(st.integers(0, 2**31)))
+    lengths = draw(st.lists(st.integers(1, 8), min_size=1, max_size=9))
+    density = draw(st.sampled_from([0.0, 0.6, 1.0]))
+    losses = [generator.normal(size=length) for length in lengths]
+    masks = [generator.random(length) < density for length in lengths]
+    parts = draw(st.lists(st.integers(0, 3), min_size=len(lengths), max_size=len(lengths)))
+    return losses, masks, parts
+
+
+def rectangle(columns, dtype):
+    padded = torch.zeros(len(columns), max(len(column) for column in columns), dtype=dtype)
+    for row, column in enumerate(columns):
+        padded[row, : len(column)] = torch.tensor(column)
+    return padded
+
+
+@pytest.mark.parametrize("mode", MODES)
+@settings(max_examples=40)
+@given(mini_batches())
+def test_every_micro_batch_split_gives_the_same_loss(mode, case):
+    """Complete or in parts (micro-batches, ranks), rectangular or packed: the same loss."""
+    losses, masks, part_of = case
+    expected = by_definition(losses, masks, mode)
+    whole = loss_counts(rectangle(masks, torch.bool))
+    counts = {"global_tokens": whole.tokens, "global_sequences": whole.sequences, "horizon": HORIZON}
+    weights = token_weights(rectangle(masks, torch.bool), mode, **counts)
+    assert (weights * rectangle(losses, torch.double)).sum().item() == pytest.approx(expected, rel=1e-5, abs=1e-6)
+
+    total, tokens, sequences = 0.0, 0, 0
+    for part in sorted(set(part_of)):
+        rows = [row for row in range(len(losses)) if part_of[row] == part]
+        packed = torch.tensor(np.concatenate([masks[row] for row in rows]).astype(np.int64))
+        lengths = torch.tensor([len(losses[row]) for row in rows])
+        own = loss_counts(packed, lengths)
+        tokens, sequences = tokens + own.tokens, sequences + own.sequences
+        weights = token_weights(packed, mode, lengths=lengths, **counts)
+        assert weights.shape == packed.shape and not weights[packed == 0].any()
+        total += (weights * torch.tensor(np.concatenate([losses[row] for row in rows]))).sum().item()
+    assert total == pytest.approx(expected, rel=1e-5, abs=1e-6)
+    assert (tokens, sequences) == whole
+
+
+def test_counts_by_hand():
+    mask = torch.tensor([[1, 1, 0], [0, 0, 0], [0, 1, 0]])
+    assert loss_counts(mask) == (3, 2)
+    assert loss_counts(torch.tensor([1, 1, 0, 1]), torch.tensor([2, 1, 1])) == (3, 2)
+
+
+def test_missing_inputs_are_named():
+    counts = {"global_tokens": 1, "global_sequences": 1}
+    with raises("config.unknown-name", "loss_agg_mode='mean'", "token-mean"):
+        token_weights(torch.ones(1, 1), "mean", **counts)
+    with pytest.raises(ValueError, match="horizon"):
+        token_weights(torch.ones(1, 1), "seq-mean-token-sum-norm", **counts)
+    with pytest.raises(ValueError, match="lengths"):
+        token_weights(torch.ones(3), "token-mean", **counts)
+    assert set(AGGREGATIONS) == set(MODES)
+
+
+@settings(max_examples=60)
+@given(st.integers(1, 12), st.integers(0, 2**31), st.sampled_from([0.1, 0.5, 2.0]))
+def test_loss_gradient_and_clip_fraction_equal_the_loop(size, seed, cliprange):
+    generator = np.random.default_rng(seed)
+    new, old, returns = (generator.normal(size=size) for _ in range(3))
+    vpreds = torch.tensor(new, requires_grad=True)
+    result = clipped_value_loss(vpreds, torch.tensor(old), torch.tensor(returns), cliprange)
+    result.loss.sum().backward()
+    for i in range(size):
+        near = min(max(new[i], old[i] - cliprange), old[i] + cliprange)
+        free, held = (new[i] - returns[i]) ** 2, (near - returns[i]) ** 2
+        np.testing.assert_allclose(result.loss[i].item(), 0.5 * max(free, held))
+        np.testing.assert_allclose(vpreds.grad[i], 0.0 if held > free else new[i] - returns[i], atol=1e-12)
+        assert result.diagnostics["vf_clipfrac"][i].item() == float(held > free)
+    assert torch.equal(result.diagnostics["vpred_mean"], vpreds.detach())
+
+
+def test_rectangle_and_packed_tokens_give_the_same_numbers():
+    generator = torch.Generator().manual_seed(1)
+    columns = [torch.randn(2, 4, generator=generator) for _ in range(3)]
+    mask = torch.tensor([[1, 0, 1, 0], [1, 1, 1, 1]]).bool()
+    rectangle = clipped_value_loss(*columns, 0.2)
+    packed = clipped_value_loss(*(column[mask] for column in columns), 0.2)
+    assert torch.equal(rectangle.loss[mask], packed.loss)
+
+
+CHOSEN, REJECTED, MARGINS = [2.0, -1.0, 0.5], [1.0, 3.0, 0.5], [0.0, 1.0, 0.25]
+
+
+def test_bradley_terry_loss_equals_the_equation():
+    result = bradley_terry_loss(
+        torch.tensor(CHOSEN), torch.tensor(REJECTED), torch.tensor(MARGINS), center_coefficient=0.01
+    )
+    expected = [
+        -math.log(1 / (1 + math.exp(-(c - r - m)))) + 0.01 * (c + r) ** 2
+        for c, r, m in zip(CHOSEN, REJECTED, MARGINS, strict=True)
+    ]
+    assert result.loss.tolist() == pytest.approx(expected)
+    assert result.diagnostics["accuracy"].tolist() == [1, 0, 0]  # equal rewards are no order
+    assert result.diagnostics["margin"].tolist() == [1, -4, 0]
+
+
+def test_without_margins_a_pair_of_equal_rewards_costs_log_two_and_pulls_them_apart():
+    chosen, rejected = torch.zeros(2, requires_grad=True), torch.zeros(2, requires_grad=True)
+    loss = bradley_terry_loss(chosen, rejected).loss
+    assert loss.tolist() == pytest.approx([math.log(2)] * 2)
+    loss.sum().backward()
+    assert chosen.grad.tolist() == [-0.5, -0.5] and rejected.grad.tolist() == [0.5, 0.5]
+
+
+def test_badly_ordered_pair_has_a_finite_loss():
+    chosen = torch.tensor([-1000.0], requires_grad=True)
+    loss = bradley_terry_loss(chosen, torch.tensor([1000.0])).loss
+    loss.sum().backward()
+    assert loss.item() == pytest.approx(2000.0) and chosen.grad.item() == -1

@@ -15,7 +15,6 @@ from megarl.algorithms import (
     LearningRateSchedule,
     WeightSchedule,
     learning_rate,
-    load_schedule,
     warmup_steps,
 )
 from megarl.base.algorithm_names import WEIGHT_SCHEDULES
@@ -38,7 +37,7 @@ BY_HAND = {
 
 @pytest.mark.parametrize("name", SCHEDULES)
 def test_values_are_those_of_the_formulas(name):
-    schedule = WeightSchedule(0.4, 8, load_schedule(name), stairs=4)
+    schedule = WeightSchedule(0.4, 8, SCHEDULES.find(name), stairs=4)
     assert [schedule.weight(step) for step in range(11)] == pytest.approx(BY_HAND[name], rel=1e-12)
 
 
@@ -53,7 +52,7 @@ def test_table_in_the_documentation():
     shown = {row[0].strip("`"): row[2:] for row in rows if row[0].strip("`") in SCHEDULES}
     assert shown.keys() == set(SCHEDULES)
     for name, cells in shown.items():
-        shares = [load_schedule(name)(float(progress), 3) for progress in head[2:]]
+        shares = [SCHEDULES.find(name)(float(progress), 3) for progress in head[2:]]
         assert [f"{share:.3f}" for share in shares] == cells
 
 
@@ -72,7 +71,7 @@ def test_config_lists_the_same_schedules():
 def test_schedules_never_fall_and_end_at_the_maximum(name, largest, ratio, total, stairs, data):
     warmup = warmup_steps(ratio, total)
     assert 0 <= warmup <= total and abs(warmup - ratio * total) < 1 + 1e-6
-    schedule = WeightSchedule(largest, warmup, load_schedule(name), stairs)
+    schedule = WeightSchedule(largest, warmup, SCHEDULES.find(name), stairs)
     assert schedule.weight(0) == (0 if warmup else largest)
     steps = sorted(data.draw(st.lists(st.integers(0, warmup + 5), min_size=2, max_size=30)))
     weights = [schedule.weight(step) for step in [0, *steps, warmup, *steps[-1:], total]]
@@ -84,7 +83,7 @@ def test_schedules_never_fall_and_end_at_the_maximum(name, largest, ratio, total
 
 @given(st.sampled_from(RISING), st.integers(1, 400))
 def test_weights_of_neighbouring_steps(name, warmup):
-    schedule = WeightSchedule(1.0, warmup, load_schedule(name), stairs=7)
+    schedule = WeightSchedule(1.0, warmup, SCHEDULES.find(name), stairs=7)
     weights = [schedule.weight(step) for step in range(warmup + 1)]
     assert weights == sorted(weights) and (weights[0], weights[-1]) == (0, 1)
     if name == "step" and warmup >= 7:
@@ -114,7 +113,7 @@ def own(tmp_path_factory):
 
 
 def test_user_schedule(own):
-    schedule = WeightSchedule(2.0, 10, load_schedule(f"{own}:square"))
+    schedule = WeightSchedule(2.0, 10, SCHEDULES.find(f"{own}:square"))
     assert [schedule.weight(step) for step in (0, 5, 10, 11)] == pytest.approx([0, 0.5, 2, 2])
 
 
@@ -130,12 +129,12 @@ def test_user_schedule(own):
 )
 def test_invalid_user_schedules_are_rejected(own, name, code, values):
     with raises(code, f"{own}:{name}", values):
-        load_schedule(f"{own}:{name}")
+        SCHEDULES.find(f"{own}:{name}")
 
 
 def test_unknown_schedule_is_an_error():
     with raises("config.unknown-name", "'quadratic'", "sigmoid"):
-        load_schedule("quadratic")
+        SCHEDULES.find("quadratic")
 
 
 def rates(schedule, steps):

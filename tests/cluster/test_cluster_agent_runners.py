@@ -21,7 +21,7 @@ from support.expected_errors import raises
 from support.task_configs import arithmetic, train_config  # noqa: F401
 
 from megarl.agents.turns import context_digest
-from megarl.agents.types import ConversationGroup, PlannedSample, SampleId, StoredTurn, Trajectory
+from megarl.agents.types import ConversationGroup, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import ConfigError
 from megarl.base.processes import wait_for_ends
 from megarl.cluster import agent_runners
@@ -30,7 +30,7 @@ from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.resources import ResourcePool
 from megarl.cluster.session import RaySession
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ParallelLayout
 from megarl.rollout.interface import Completion, SamplingParams
 from megarl.rollout.router import NoReplicaLeft, ReplicaLost, Router
@@ -78,7 +78,8 @@ def groups_of(count, agent_name="single_turn_agent"):
             number=number,
             messages=(),
             prompt_ids=np.array([3, number], np.int32),
-            samples=[PlannedSample(sample, PARAMS, 10 * number + sample) for sample in range(2)],
+            params=[PARAMS] * 2,
+            seeds=[10 * number, 10 * number + 1],
             key=str(number),
             agent_name=agent_name,
         )
@@ -93,7 +94,7 @@ def lead(service, replicas, count, strikes=None):
     responses: dict[SampleId, list[int]] = {}
     while len(responses) < 2 * count:
         samples = service.finished(1.0)
-        for name, trajectory in samples:
+        for name, trajectory in samples.items():
             assert name not in responses
             assert trajectory.response_ids.dtype == np.int32 and trajectory.log_probs.dtype == np.float32
             responses[name] = trajectory.response_ids.tolist()
@@ -149,14 +150,14 @@ def test_statistics_are_taken_while_conversations_go_on(runners, replica):
     service.open(replica_processes(replica))
     service.submit(groups_of(6))
     signal_runner(service, 0, signal.SIGKILL)
-    ended = dict(service.finished(30.0))
+    ended = service.finished(30.0)
     while len(service._runners) == 2:  # the loss is noticed with a report
-        ended |= dict(service.finished(1.0))
+        ended |= service.finished(1.0)
     first = service.take_stats()
     assert first.runners_lost == 1 and first.busy_s[0] > 0 and len(service._runners) == 2
     service.submit([replace(group, number=6 + group.number) for group in groups_of(2)])
     while len(ended) < 16:
-        ended |= dict(service.finished(1.0))
+        ended |= service.finished(1.0)
     assert service._groups == {} == service._unfinished
     later = service.take_stats()
     assert later.runners_lost == 0 and 0 < later.busy_s[0] <= later.served_s[0]
@@ -179,21 +180,18 @@ def test_turns_of_unfinished_conversations_are_stored(runners, replica):
         replica.call("hold", False)
     ended: dict[SampleId, Trajectory] = {}
     while len(ended) < 12:
-        ended |= dict(service.finished(1.0))
+        ended |= service.finished(1.0)
     assert service.stored_turns() == {}
     assert {name: trajectory.response_ids.tolist() for name, trajectory in ended.items()} == expected(6)
 
     part = Completion("r", [1, 2], [-0.5, -0.5], "abort", 1)
     whole = replace(part, token_ids=[9, 9, 9], log_probs=[-0.5] * 3, finish_reason="stop")
     contexts = [context_digest([3, 0], seed) for seed in (0, 1)]
-    planned = [
-        replace(sample, turns=[StoredTurn.of(context, turn)])
-        for sample, context, turn in zip(groups[0].samples, contexts, (whole, part), strict=True)
-    ]
-    service.submit([replace(groups[0], number=9, samples=planned)])
+    turns = [[StoredTurn.of(context, turn)] for context, turn in zip(contexts, (whole, part), strict=True)]
+    service.submit([replace(groups[0], number=9, turns=dict(enumerate(turns)))])
     samples: dict[SampleId, list[int]] = {}
     while len(samples) < 2:
-        samples |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0)}
+        samples |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0).items()}
     assert samples[SampleId(9, 0)] == [9, 9, 9], "it needs no engine"
     assert samples[SampleId(9, 1)] == timed_tokens([3, 0], 1)
     service.close()
@@ -209,13 +207,13 @@ def test_reports_that_wait_for_the_driver_are_no_silence(
     service = runners(2)
     service.open(replica_processes(replica))
     service.submit(groups_of(6))
-    assert service.finished(0.0) == [], "the reports are requested"
+    assert service.finished(0.0) == {}, "the reports are requested"
     reports = [runner.report[0].ref for runner in service._runners.values()]
     assert len(ray.wait(reports, num_returns=2, timeout=60)[0]) == 2
     monkeypatch.setattr(agent_runners, "time", SimpleNamespace(monotonic=lambda: time.monotonic() + 600))
     responses: dict[SampleId, list[int]] = {}
     while len(responses) < 12:
-        responses |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0)}
+        responses |= {name: trajectory.response_ids.tolist() for name, trajectory in service.finished(1.0).items()}
     assert (responses, service.close().runners_lost) == (expected(6), 0) and "is lost" not in caplog.text
 
 
@@ -235,10 +233,10 @@ def test_errors_of_a_runner_reach_the_driver(
     # One conversation fails, and its loop logs a warning.
     service.open(replicas)
     service.submit(groups_of(1, f"{LOOPS}:Failing"))
-    samples = []
+    samples = {}
     while len(samples) < 2:
-        samples += service.finished(1.0)
-    assert all("broken tool" in str(sample.trajectory.error) for sample in samples)
+        samples |= service.finished(1.0)
+    assert all("broken tool" in str(trajectory.error) for trajectory in samples.values())
     assert "the tool is about to break" in caplog.text
     service.close()
 

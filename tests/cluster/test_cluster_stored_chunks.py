@@ -17,7 +17,8 @@ from megarl.cluster.stored_chunks import RunValues, StoredChunk
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
-from megarl.data.remote import RemoteValues, RowPlaces
+from megarl.data.columns import column_widths
+from megarl.data.ragged import RemoteValues, RowPlaces
 from megarl.models import ParallelLayout
 from tests.cluster import plain_workers
 
@@ -79,7 +80,7 @@ def test_results_stay_in_the_store_until_they_are_read(group):
     batch = samples([4, 1, 7, 2, 5])
     batch = batch.union(group.add_up(batch))
     assert is_remote(batch, "values")
-    assert batch.widths == (3, 7) and batch.tensors.shapes["values"].shape == (5, 7)
+    assert column_widths(batch.tensors.shapes) == (3, 7) and batch.tensors.shapes["values"].shape == (5, 7)
     assert rows_of(batch) == sums_of(batch)
     assert batch.batch["values"][1].tolist() == [*sums_of(batch)[1], 0, 0, 0, 0, 0, 0]
 

@@ -10,7 +10,7 @@ from omegaconf import OmegaConf
 from support.expected_errors import raises
 
 from megarl.data import RLHFDataset
-from megarl.data.custom_prompts import CustomCollate, CustomPrompts, takes_verls_arguments
+from megarl.data.dataset import CustomCollate, CustomPrompts, takes_verls_arguments
 from megarl.data.tokenization import PromptEncoder, PromptReader
 
 CONFIG = OmegaConf.create({"prompt_key": "prompt", "max_prompt_length": 9})

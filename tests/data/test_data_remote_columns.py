@@ -8,8 +8,7 @@ from hypothesis import strategies as st
 
 from megarl.data import COLUMNS, DataProto
 from megarl.data.column_store import ragged_columns
-from megarl.data.ragged import RowValues
-from megarl.data.remote import ChunkReference, RemoteValues
+from megarl.data.ragged import ChunkReference, RemoteValues, RowValues
 from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate, write_values
 
 LENGTHS = [3, 0, 5, 1, 2, 4]
@@ -76,7 +75,7 @@ OPERATIONS = {
     "slice": lambda batch: batch[1:],
     "repeat": lambda batch: batch.repeat(2),
     "concat": lambda batch: DataProto.concat([batch[len(batch) // 2 :], batch]),
-    "split": lambda batch: DataProto.concat(batch.split([1, len(batch) - 1])),
+    "split": lambda batch: DataProto.concat([batch[:1], batch[1:]]),
     "select": lambda batch: batch.select(["prompts", "responses", "attention_mask", "values"]),
     "union": lambda batch: batch.select(["prompts", "responses", "attention_mask"]).union(batch),
     "pad": lambda batch: batch.pad_to_divisor(4)[0],

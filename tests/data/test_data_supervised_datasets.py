@@ -11,7 +11,7 @@ from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
 
 from megarl.data import LabelledResponses, PairDataset, SFTDataset
-from megarl.data.labelled_responses import mismatch_shift
+from megarl.data.supervised_datasets import mismatch_shift
 
 QUESTION = [{"role": "user", "content": "a?"}]
 

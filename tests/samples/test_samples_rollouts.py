@@ -1,4 +1,4 @@
-"""Rollout phase and validation on a real rollout worker in this process."""
+"""Conversations of training and validation on a real rollout worker in this process, and idle ratios."""
 
 from __future__ import annotations
 
@@ -14,12 +14,12 @@ from support.expected_errors import raises
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
 from megarl.base.seeds import derive_seed
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
 from megarl.rewards.outcome import OUTCOME
 from megarl.samples.reward_functions import function_manager, runner_scorers
 from megarl.samples.reward_phase import RewardPhase
-from megarl.samples.rollouts import WAIT_S, Rollouts
+from megarl.samples.rollouts import WAIT_S, IdleClock, Rollouts
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.trainer.phases.validation import Validator
 from megarl.workers.dispatch import WorkerPlace
@@ -74,7 +74,7 @@ def generate(rollouts, prompts, step, metrics=None):
     rollouts.submit(groups)
     ended: dict[Any, Trajectory] = {}
     while len(ended) < len(names):
-        ended |= dict(rollouts.finished(WAIT_S))
+        ended |= rollouts.finished(WAIT_S)
     batch, found = rollouts.batch_of(groups, [ended[name] for name in names])
     (metrics if metrics is not None else {}).update(found | rollouts.close().metrics())
     return batch
@@ -112,7 +112,7 @@ def test_seeds_are_those_of_one_generator_wherever_they_begin(phase, prompts):
         rollout._group(0, rollout._seed((0, 4, place)), "", rollout._training_params, "", np.arange(3), {})
         for place in places
     ]
-    seeds = [[sample.seed for sample in group.samples] for group in groups]
+    seeds = [group.seeds for group in groups]
     assert seeds[:-1] == [[derive_seed(drawn[place], n) for n in range(len(seeds[0]))] for place in places[:-1]]
     assert len({seed for group in seeds for seed in group}) == 8 * len(seeds[0])
 
@@ -253,3 +253,27 @@ def test_the_reward_phase_scores_if_the_runners_cannot(train_config, arithmetic,
     config = train_config(changes)
     assert runner_scorers(config) == {}
     assert function_manager(config, load_tokenizer(str(arithmetic / "model"))).starts_processes
+
+
+def test_idle_ratios_of_two_sync_intervals():
+    """10 s with waits of 1 s and 1.5 s, then 4 s without a wait; the engines work 90 %, then not at all."""
+    now = 100.0
+    clock = IdleClock(lambda: now)
+    assert clock.metrics(0.0) == {}, "before training"
+
+    clock = IdleClock(lambda: now)
+    clock.start()
+    with clock.waiting():
+        now += 1.0
+    now += 3.0
+    clock.start()  # the next batch of the same interval
+    with clock.waiting():
+        now += 1.5
+    now += 4.5
+    metrics = clock.metrics(0.9)
+    assert metrics == {
+        "fully_async/trainer/idle_ratio": pytest.approx(0.25),
+        "fully_async/rollouter/idle_ratio": pytest.approx(0.1),
+    }
+    now += 4.0
+    assert clock.metrics(0.0) == {"fully_async/trainer/idle_ratio": 0.0, "fully_async/rollouter/idle_ratio": 1.0}

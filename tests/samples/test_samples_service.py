@@ -22,17 +22,17 @@ from megarl.base.errors import StepImpossible, WeightSyncError
 from megarl.base.signals import sleep, wait_slices
 from megarl.config import RolloutConfig
 from megarl.data.loader import PromptQueue
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.rewards import RewardManager, in_driver
 from megarl.rollout.embedded.generation import ContinuousBatcher
 from megarl.rollout.interface import NO_VERSION
 from megarl.rollout.router import NoReplicaLeft
+from megarl.samples.ledger import check_staleness, staleness_metrics
 from megarl.samples.replicas import ColocatedReplicas, DisaggregatedReplicas, Replicas
 from megarl.samples.reward_functions import runner_scorers
 from megarl.samples.reward_phase import RewardPhase
 from megarl.samples.rollouts import Rollouts
-from megarl.samples.service import SampleService, check_staleness, restored_ledger
-from megarl.samples.staleness import staleness_metrics
+from megarl.samples.service import SampleService, restored_ledger
 from megarl.trainer.phases.data_loading import prompt_loader
 from megarl.trainer.state.trainer_state import Decoder, Encoder
 from megarl.workers.dispatch import WorkerPlace

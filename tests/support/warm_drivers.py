@@ -30,7 +30,7 @@ MODULES = (
     *("megarl.cli", "torch", "transformers", "transformers.models.auto.tokenization_auto", "ray", "ray.dag"),
     *(f"megarl.trainer.jobs.{name}" for name in ("train", "sft", "evaluate")),
     *("megarl.ops.dry_run", "megarl.ops.report.command", "megarl.models.families", "megarl.megatron"),
-    *("megarl.rollout.embedded", "megarl.agents.single_turn", "megarl.sharding.transports", "megarl.tracking.backends"),
+    *("megarl.rollout.embedded", "megarl.agents.loop", "megarl.sharding.transports", "megarl.tracking.backends"),
     *("pandas", "pyarrow.json", "pyarrow.pandas_compat", "plotly.offline"),
     *("transformers.models.qwen2.configuration_qwen2", "ray._private.arrow_serialization"),
     *("pydantic.main", "pydantic.v1", "starlette.datastructures"),  # Ray's serialization looks for them

@@ -10,9 +10,8 @@ import numpy as np
 
 from megarl.cluster.partition import Partition, Rows, partition_groups
 from megarl.data import DataProto
-from megarl.data.remote import Chunk, ChunkReference
-from megarl.data.remote_columns import attach_chunks, fetch_values, separate, write_values
-from megarl.data.row_map import RowFunction, RowMap
+from megarl.data.ragged import Chunk, ChunkReference
+from megarl.data.remote_columns import RowFunction, RowMap, attach_chunks, fetch_values, separate, write_values
 
 
 class WorkerChunk(ChunkReference):

@@ -14,7 +14,7 @@ from support.expected_errors import raises
 
 from megarl.base.errors import ModelError
 from megarl.config.problems import InvalidConfigError
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.trainer.jobs.early_checks import check_rows
 from megarl.trainer.jobs.preflight import check_train
 from megarl.trainer.jobs.sft import FineTuning

@@ -13,7 +13,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer, GenerationConfig
 
 from megarl.config import GenerateConfig
 from megarl.config.build import build
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.trainer.jobs.generate import run as generate
 from megarl.trainer.jobs.sft import run as fine_tune
 from megarl.trainer.phases.end_tokens import policy_end_tokens

@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from megarl.algorithms.moments import Moments
+from megarl.algorithms.masked import Moments
 from megarl.models import read_model_config
 from megarl.models.model_config import Experts
 from megarl.trainer.metrics.engine_mismatch import (

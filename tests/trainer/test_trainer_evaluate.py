@@ -9,7 +9,7 @@ from support.expected_errors import raises
 
 from megarl.config.schema.jobs import BestAnswersConfig
 from megarl.data import DataProto, SFTDataset, attention_mask_of, pad_left, pad_right
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.trainer.jobs.early_checks import check_early
 from megarl.trainer.jobs.evaluate import BestAnswers, run
 from megarl.trainer.jobs.frozen_policy import FrozenPolicy

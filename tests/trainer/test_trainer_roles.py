@@ -15,7 +15,6 @@ from megarl.cluster.session import RaySession
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.config.batch import plan_batches
 from megarl.models import WeightMap, read_model_config
-from megarl.samples.idle_clock import IdleClock
 from megarl.trainer.roles.devices import JobPools
 from megarl.trainer.roles.role_builder import RoleBuilder
 
@@ -63,7 +62,7 @@ def test_engines_are_built_after_the_roles_that_train_and_sleep_until_the_first_
         frozen = roles.replicas.group.processes[0].pid
         os.kill(frozen, signal.SIGSTOP)
         conversations: Any = SimpleNamespace(is_open=False, update_replicas=lambda: None)
-        metrics = roles.replicas.sync(conversations, IdleClock(), None)
+        metrics = roles.replicas.sync(conversations, None)
         assert metrics["weight_sync/verified"] == 1 and metrics["rollout_service/interrupted"] == 0
         assert roles.replicas.group.processes[0].pid != frozen
         assert roles.replicas.group.weight_version() == [2] * roles.replicas.group.world_size

@@ -8,7 +8,7 @@ import pytest
 import torch
 from support.expected_errors import raises
 
-from megarl.algorithms import make_kl_controller
+from megarl.algorithms import KL_CONTROLLERS
 from megarl.data import DataProto, StatefulLoader
 from megarl.data.loader import PromptQueue
 from megarl.trainer.state.checkpoint_manifest import Score
@@ -34,7 +34,7 @@ def loader():
 
 
 def run_state(train_config, total_steps, source):
-    return RunState(train_config(), source, make_kl_controller("fixed", 0.1, 0.1, 1), total_steps, None)
+    return RunState(train_config(), source, KL_CONTROLLERS["fixed"](0.1, 0.1, 1), total_steps, None)
 
 
 def rows(prompts):

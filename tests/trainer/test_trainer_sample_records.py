@@ -11,7 +11,7 @@ import torch
 
 from megarl.base.redaction import remember_secrets
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.tracking.token_columns import TokenValues
 from megarl.trainer.records.sample_records import (
     describe_samples,

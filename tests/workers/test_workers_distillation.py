@@ -33,7 +33,7 @@ from tiny_policies import (
     train,
 )
 
-from megarl.algorithms.distillation import forward_kl_topk
+from megarl.algorithms.kl import forward_kl_topk
 from megarl.cluster.calls import completed_call
 from megarl.config import ActorConfig
 from megarl.config.schema.distillation import DistillationLossConfig

@@ -17,8 +17,8 @@ from support.expected_errors import raises
 from support.local_group import LocalGroup
 from tiny_policies import EOS, PAD, TEMPERATURE, rows_of
 
+from megarl.agents.loop import SingleTurnLoop
 from megarl.agents.runner import lead_conversation
-from megarl.agents.single_turn import SingleTurnLoop
 from megarl.agents.trajectories import trajectories_to_batch
 from megarl.agents.types import Conversation
 from megarl.base.seeds import derive_seed

@@ -8,7 +8,7 @@ import torch
 from support.expected_errors import raises
 from support.worker_parts import map_over, on_workers, reading, values_of
 
-from megarl.algorithms import AdvantageInputs, load_advantage
+from megarl.algorithms import ADVANTAGES, AdvantageInputs
 from megarl.base.algorithm_names import ADV_ESTIMATORS
 from megarl.config.schema.algorithm import (
     AlgorithmConfig,
@@ -181,7 +181,7 @@ def test_rows_and_sums_give_the_estimate_over_all_tokens(estimator):
         lam=0.8,
         lengths=sequence_lengths(batch)[1],
     )
-    for name, expected in zip(("advantages", "returns"), load_advantage(estimator)(inputs), strict=True):
+    for name, expected in zip(("advantages", "returns"), ADVANTAGES.find(estimator)(inputs), strict=True):
         np.testing.assert_allclose(values_of(result, name), expected, rtol=1e-5, atol=1e-6)
         assert np.abs(values_of(result, name)).sum() > 0
 

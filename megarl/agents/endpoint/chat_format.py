@@ -19,8 +19,7 @@ from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.frames import encode_prompt, turn_frame
 from megarl.agents.tools.calling import Parser, ToolCall
 from megarl.agents.types import AgentError, Message
-from megarl.data.control_tokens import control_tokens
-from megarl.data.text_bounds import fewest_tokens
+from megarl.data.tokenizers import control_tokens, fewest_tokens
 from megarl.rollout.interface import Completion
 
 if TYPE_CHECKING:

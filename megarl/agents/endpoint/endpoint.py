@@ -187,7 +187,7 @@ def build_endpoint(
     """Build the run's endpoint, not yet listening; None if the run serves none.
 
     Args:
-        token: bearer token; empty = of the environment, or a random one.
+        token: see :class:`Endpoint`.
         address: listening address; None = the configured one.
 
     Raises:

@@ -12,14 +12,15 @@ import traceback
 from collections.abc import Mapping
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from aiohttp import web
 from aiohttp.http_exceptions import HttpProcessingError
 
-from megarl.agents.endpoint.chat_format import ChatCompletion, ChatFormat, completion_body, completion_events
+from megarl.agents.endpoint.chat_format import ChatFormat, completion_body, completion_events
 from megarl.agents.endpoint.external_requests import ExternalRequests
-from megarl.agents.endpoint.request import MODEL, ApiError, ChatRequest, parse_request
+from megarl.agents.endpoint.request import MODEL, ApiError, parse_request
+from megarl.agents.endpoint.session import Session
 from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.base.errors import ConfigError
 
@@ -30,13 +31,6 @@ TOKEN_VARIABLE = "MEGARL_ENDPOINT_TOKEN"
 """Environment variable of the driver that sets the token, for clients that need it in advance."""
 _MIN_TOKEN_LENGTH = 16
 _PUBLIC_PATH = "/health"  # load balancers have no token
-
-
-class Completer(Protocol):
-    """Serves chat completions: a session, or the external requests."""
-
-    async def complete(self, request: ChatRequest) -> ChatCompletion:
-        """Generate the response, or raise :class:`ApiError`."""
 
 
 class FirstOfEachKind(logging.Filter):
@@ -84,7 +78,7 @@ class ChatServer:
         self,
         token: str,
         external: ExternalRequests,
-        sessions: Mapping[str, Completer],
+        sessions: Mapping[str, Session],
         chat: ChatFormat,
     ) -> None:
         self._token, self._external, self._sessions, self._chat = token, external, sessions, chat
@@ -135,7 +129,7 @@ class ChatServer:
         await stream.write_eof()
         return stream
 
-    def _completer(self, http: web.Request) -> Completer:
+    def _completer(self, http: web.Request) -> Session | ExternalRequests:
         name = http.match_info.get("session")
         if name is None:
             return self._external

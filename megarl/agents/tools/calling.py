@@ -16,8 +16,7 @@ from megarl.agents.types import AgentError, Conversation
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json, parse_json_prefix
 from megarl.base.registry import Registry
-from megarl.data.control_tokens import control_tokens
-from megarl.data.text_bounds import cut_middle
+from megarl.data.tokenizers import control_tokens, cut_middle
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -185,11 +184,7 @@ async def _call_with_retries(
 
 
 def check_truncate_side(side: str) -> str:
-    """Validate ``multi_turn.tool_response_truncate_side`` and return it.
-
-    Raises:
-        ConfigError: the value is unknown.
-    """
+    """Validate ``multi_turn.tool_response_truncate_side`` and return it; raise ConfigError for an unknown one."""
     if side not in TRUNCATE_SIDES:
         key = "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side"
         raise ConfigError(f"{key}={side} must be one of {', '.join(TRUNCATE_SIDES)}", code="tool.truncate-side")

@@ -96,11 +96,7 @@ def _without_nulls(value: Any) -> Any:
 
 
 def open_parquet(path: str) -> pq.ParquetFile:
-    """Open a parquet file without reading rows.
-
-    Raises:
-        DataError: the file is not a parquet file.
-    """
+    """Open a parquet file without reading rows; raise DataError if it is none."""
     try:
         return pq.ParquetFile(path)
     except (pa.ArrowException, OSError) as error:
@@ -108,22 +104,14 @@ def open_parquet(path: str) -> pq.ParquetFile:
 
 
 def parquet_bytes(path: str) -> int:
-    """Approximate bytes of a file's rows in memory.
-
-    Raises:
-        DataError: the file is not a parquet file.
-    """
+    """Approximate bytes of a file's rows in memory; errors as in :func:`open_parquet`."""
     with open_parquet(path) as reader:
         groups = range(reader.metadata.num_row_groups)
         return sum(int(reader.metadata.row_group(group).total_byte_size) for group in groups)
 
 
 def parquet_source(path: str, cache: Cache | None) -> ColumnarSource:
-    """Open the rows of a parquet file: mapped from the cache, or in memory if ``cache`` is None.
-
-    Raises:
-        DataError: the file cannot be read.
-    """
+    """Open the rows of a parquet file: mapped from the cache, or in memory if ``cache`` is None."""
     identity = file_identity(path)
     if cache is None:
         with open_parquet(path) as reader:

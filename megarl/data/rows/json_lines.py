@@ -27,7 +27,7 @@ class LineIndex(NamedTuple):
 
     Attributes:
         starts: start byte of each line with a row, and the end of the last line.
-        columns: names of the columns of all rows, in order of appearance.
+        columns: all column names, in order of appearance.
     """
 
     starts: np.ndarray
@@ -81,8 +81,8 @@ class JsonLinesSource:
             check_row(self.path, number, self.row(number), schema)
 
 
-class JsonListSource:
-    """Rows of a file with one JSON list."""
+class JsonListSource(JsonLinesSource):
+    """Rows of a file with one JSON list, in memory."""
 
     def __init__(self, path: str) -> None:
         self.path = path
@@ -99,7 +99,7 @@ class JsonListSource:
             raise DataError(f"{path}: is not JSON ({error})", code="data.not-json") from error
         for number, row in enumerate(self._rows):
             _check_object(path, f"row {number}", row)
-        self.columns = tuple(dict.fromkeys(name for row in self._rows for name in row))
+        self.columns, self._cache = tuple(dict.fromkeys(name for row in self._rows for name in row)), None
 
     def __len__(self) -> int:
         return len(self._rows)
@@ -108,18 +108,8 @@ class JsonListSource:
         """Return one row."""
         return dict(self._rows[number])
 
-    def values(self, names: list[str], start: int, stop: int) -> list[dict[str, Any]]:
-        """Return the existing columns among ``names`` of the rows in ``[start, stop)``."""
-        return [{name: row[name] for name in names if name in row} for row in self._rows[start:stop]]
 
-    def check(self, schema: RowSchema) -> None:
-        """Check every row."""
-        check_names(self.path, self.columns, schema)
-        for number, row in enumerate(self._rows):
-            check_row(self.path, number, row, schema)
-
-
-def json_source(path: str, cache: Cache | None) -> JsonLinesSource | JsonListSource:
+def json_source(path: str, cache: Cache | None) -> JsonLinesSource:
     """Open the rows of a JSON file, with its line index in the cache if there is one.
 
     Raises:
@@ -137,10 +127,7 @@ def json_source(path: str, cache: Cache | None) -> JsonLinesSource | JsonListSou
 
 
 def check_json_sample(path: str, schema: RowSchema) -> int:
-    """Check the first rows of a JSON file, and count all rows without parsing them.
-
-    Returns:
-        Number of rows.
+    """Check the first rows of a JSON file; count all rows without parsing them.
 
     Raises:
         DataError: one of the first rows is malformed, or a required column is missing in all of them.

@@ -1,4 +1,4 @@
-"""Random access to the rows of any number of files, checks of data files, and expansion of file patterns."""
+"""Random access to the rows of several files, checks of data files, and expansion of file patterns."""
 
 from __future__ import annotations
 
@@ -8,12 +8,19 @@ from bisect import bisect_right
 from collections.abc import Iterator, Sequence
 from itertools import accumulate
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.base.errors import DataError
 from megarl.data.rows.cache import Cache
-from megarl.data.rows.columnar import HF_STATE, open_parquet, parquet_bytes, parquet_source, saved_dataset_source
-from megarl.data.rows.json_lines import check_json_sample, json_source
+from megarl.data.rows.columnar import (
+    HF_STATE,
+    ColumnarSource,
+    open_parquet,
+    parquet_bytes,
+    parquet_source,
+    saved_dataset_source,
+)
+from megarl.data.rows.json_lines import JsonLinesSource, check_json_sample, json_source
 from megarl.data.rows.schema import MEDIA, RowSchema, check_media, check_schema
 
 SMALL_BYTES = 64 * 2**20
@@ -54,7 +61,7 @@ def _expand(pattern: str) -> list[str]:
 
 
 def _checked(path: str, named: str) -> str:
-    """Return the path of a file or of a folder of Hugging Face ``datasets``; raise DataError for any other path."""
+    """Return a path to a file or a Hugging Face ``datasets`` folder; raise DataError for any other path."""
     target = Path(path)
     if target.is_file():
         return path
@@ -69,25 +76,6 @@ def _checked(path: str, named: str) -> str:
     raise DataError(text, code="data.unknown-folder")
 
 
-class RowSource(Protocol):
-    """Rows of one file."""
-
-    path: str
-    identity: str
-    columns: tuple[str, ...]
-
-    def __len__(self) -> int: ...
-
-    def row(self, number: int) -> dict[str, Any]:
-        """Return one row as Python values; null and missing columns may be absent."""
-
-    def values(self, names: list[str], start: int, stop: int) -> list[dict[str, Any]]:
-        """Return the existing columns among ``names`` of the rows in ``[start, stop)``."""
-
-    def check(self, schema: RowSchema) -> None:
-        """Check every row, with few rows in memory at a time."""
-
-
 def check_files(
     files: str | Sequence[str],
     required_columns: Sequence[str],
@@ -96,15 +84,12 @@ def check_files(
     text_columns: Sequence[str] = (),
     source_key: str = "data_source",
 ) -> int:
-    """Check data files at the start of a run: schema and row count, and for JSON the first rows.
+    """Check the schema of data files, and the first rows of JSON; return the number of all rows.
 
     Args:
         field: configuration key of the files, for messages.
         prompt_key: column that must contain chat messages, if any.
         text_columns: columns that must contain strings or messages.
-
-    Returns:
-        Number of rows of all files.
 
     Raises:
         DataError: a file is missing or of an unknown format, a column is missing or of the wrong type, or there is no
@@ -144,8 +129,7 @@ class Rows:
     """Rows of one or several files with a common row number, all checked when opened.
 
     Args:
-        files: paths or patterns, in order: parquet, JSON lines (``.jsonl``, ``.json``), or folders of
-            ``datasets.save_to_disk``.
+        files: paths or patterns, in order: parquet, JSON lines, or folders of ``datasets.save_to_disk``.
         required: other columns that must exist without nulls.
         text_columns: columns that must exist without nulls and contain strings or messages.
         optional: columns of every row, None if the file does not have them.
@@ -153,7 +137,7 @@ class Rows:
         cache_dir: folder for converted files, see :class:`megarl.data.rows.cache.Cache`.
 
     Attributes:
-        columns: names of the columns of all files, and the optional columns.
+        columns: names of all files' columns, and the optional columns.
 
     Raises:
         DataError: a file or column is missing or malformed, a value is null, a prompt has no message, or there are no
@@ -211,7 +195,7 @@ class Rows:
 
     @property
     def identity(self) -> str:
-        """Fingerprint of the content of all files."""
+        """Fingerprint of all files' content."""
         return "||".join(source.identity for source in self._sources)
 
     def rows_of_files(self) -> list[int]:
@@ -254,7 +238,7 @@ class Rows:
         return file, row - (self._ends[file - 1] if file else 0)
 
 
-def _source(path: str, cache: Cache | None) -> RowSource:
+def _source(path: str, cache: Cache | None) -> ColumnarSource | JsonLinesSource:
     if Path(path).is_dir():
         return saved_dataset_source(path)
     return json_source(path, cache) if path.endswith(_JSON) else parquet_source(path, cache)

@@ -14,7 +14,7 @@ import torch
 from megarl.base.commands import exit_code
 from megarl.base.errors import DataError, ModelError
 from megarl.data.rollout_dump import RolloutDump
-from megarl.data.tokenizer_folder import open_tokenizer
+from megarl.data.tokenizers import open_tokenizer
 from megarl.ops.doctor.logprob_diagnosis import diagnose, render_diagnosis
 
 

@@ -15,7 +15,7 @@ from megarl.agents.endpoint import check_endpoint
 from megarl.base.formatting import DTYPE_BYTES, count_noun, gib
 from megarl.config import TrainConfig
 from megarl.data import DataProto, StatefulLoader
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.models import WeightMap, read_model_config
 from megarl.ops.dry_run.parts import WARNING, DryRun
 from megarl.rollout.registry import engine_vocab_multiple

@@ -15,7 +15,7 @@ import math
 from typing import NamedTuple
 
 from megarl.config.batch import MicroBatches
-from megarl.data.packing import common_micro_batch_count
+from megarl.data.balance import common_micro_batch_count
 from megarl.ops.plan.flops import (
     BACKWARD,
     SequenceStats,

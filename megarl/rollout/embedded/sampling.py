@@ -13,7 +13,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
-from megarl.data.tokenizer_folder import open_tokenizer
+from megarl.data.tokenizers import open_tokenizer
 from megarl.rollout.interface import SamplingParams
 
 _GOLDEN = np.uint64(0x9E3779B97F4A7C15)

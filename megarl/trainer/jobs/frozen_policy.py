@@ -23,7 +23,7 @@ from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig
 from megarl.convert.conversion import ConversionOptions, convert
 from megarl.convert.open import open_source
 from megarl.convert.source import HUGGING_FACE, CheckpointSource
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ModelConfig
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
 from megarl.models.multi_token import warn_of_unused

@@ -11,7 +11,7 @@ from dataclasses import replace
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents import check_agent_loops
-from megarl.algorithms import load_advantage, load_policy_loss, load_schedule, warmup_steps
+from megarl.algorithms import ADVANTAGES, POLICY_LOSSES, SCHEDULES, warmup_steps
 from megarl.base.errors import ConfigError
 from megarl.base.formatting import count_noun
 from megarl.config import EvaluateConfig, GenerateConfig, OptimConfig, TrainConfig
@@ -20,7 +20,7 @@ from megarl.config.problems import InvalidConfigError, Problem
 from megarl.config.schema.algorithm import ScheduledWeightConfig
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import SupervisedConfig
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ModelConfig, ParallelLayout, check_layout, read_model_config
 from megarl.rollout import check_engine_model
 from megarl.rollout.settings import context_tokens, engine_options
@@ -71,8 +71,8 @@ def check_algorithm(config: TrainConfig) -> None:
     Raises:
         ConfigError: names the key, its value, and the remedy.
     """
-    load_advantage(config.algorithm.adv_estimator)
-    load_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
+    ADVANTAGES.find(config.algorithm.adv_estimator)
+    POLICY_LOSSES.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
 
 
 def check_teacher_tokenizers(config: TrainConfig) -> None:
@@ -277,6 +277,6 @@ def _weight(weight: ScheduledWeightConfig, path: str, total_steps: int) -> Itera
         text = f"{warmup} of the run's {total_steps} training steps have no room for so many stairs; at most {warmup}"
         yield Problem(f"{path}.steps", weight.steps, text, code="algorithm.too-many-stairs")
     try:
-        load_schedule(weight.schedule)
+        SCHEDULES.find(weight.schedule)
     except ConfigError as error:
         yield Problem(f"{path}.schedule", weight.schedule, error.text, code=error.code)

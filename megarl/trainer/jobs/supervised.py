@@ -19,7 +19,7 @@ from megarl.config.batch import PhasePlan, plan_batches, render_plan
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.data import PairDataset, SFTDataset, StatefulLoader
 from megarl.data.loader import PromptQueue
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.models import read_model_config
 from megarl.models.end_tokens import generation_config_with
 from megarl.models.sequence_cost import SequenceCost, sequence_cost

@@ -13,7 +13,7 @@ from megarl.cluster.calls import completed_call
 from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data.loader import PromptQueue
-from megarl.data.tokenizer_folder import load_tokenizer
+from megarl.data.tokenizers import load_tokenizer
 from megarl.samples.reward_functions import runner_scorers, val_reward_config
 from megarl.samples.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.samples.rollouts import Rollouts

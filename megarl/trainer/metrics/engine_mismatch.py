@@ -17,7 +17,7 @@ from __future__ import annotations
 import math
 from collections.abc import Mapping
 
-from megarl.algorithms.moments import Moments
+from megarl.algorithms.masked import Moments
 from megarl.config.schema.jobs import TrainConfig
 from megarl.models import ModelConfig
 

@@ -12,7 +12,7 @@ from megarl.algorithms import Moments, RatioMoments
 from megarl.base.reductions import Largest, Metrics, Smallest
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.data import DataProto, sequence_lengths, token_counts
-from megarl.data.row_map import RowMap, map_in_process
+from megarl.data.remote_columns import RowMap, map_in_process
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
 from megarl.tracking.phase_timer import unhidden_seconds
 from megarl.trainer.metrics.engine_mismatch import EXCESS, mismatch_excess

@@ -9,15 +9,15 @@ import torch
 from torch import Tensor
 
 from megarl.algorithms import (
+    ADVANTAGES,
+    KL_CONTROLLERS,
+    SCHEDULES,
     AdvantageInputs,
     KLController,
     Moments,
     TurnCounts,
     WeightSchedule,
     explained_variance,
-    load_advantage,
-    load_schedule,
-    make_kl_controller,
     masked_mean,
     warmup_steps,
 )
@@ -25,7 +25,7 @@ from megarl.base.errors import DataError
 from megarl.base.reductions import Metrics, Total
 from megarl.config.schema.algorithm import AlgorithmConfig, ScheduledWeightConfig
 from megarl.data import DataProto
-from megarl.data.row_map import RowMap, map_in_process, with_tokens
+from megarl.data.remote_columns import RowMap, map_in_process, with_tokens
 from megarl.trainer.phases.correction_phase import RolloutCorrectionPhase
 from megarl.workers.advantage_rows import (
     ANCHOR_STATES,
@@ -58,7 +58,7 @@ def weight_schedule(config: ScheduledWeightConfig, total_steps: int) -> WeightSc
         ConfigError: the shape of the schedule is unknown or malformed.
     """
     warmup = warmup_steps(config.warmup_ratio, total_steps)
-    return WeightSchedule(config.max_weight, warmup, load_schedule(config.schedule), config.steps)
+    return WeightSchedule(config.max_weight, warmup, SCHEDULES.find(config.schedule), config.steps)
 
 
 class RewardShaping:
@@ -146,13 +146,13 @@ class AdvantagePhase:
     def __init__(self, config: AlgorithmConfig) -> None:
         self.config = config
         self.rows: RowMap = map_in_process
-        self.estimate = load_advantage(config.adv_estimator)
+        self.estimate = ADVANTAGES.find(config.adv_estimator)
         weighs = "sum_pi_squared" in self.estimate.needs and config.rollout_correction.rollout_is is not None
         self.correction = RolloutCorrectionPhase(config.rollout_correction) if weighs else None
         control = config.kl_ctrl
         self.kl_controller: KLController | None = None
         if config.use_kl_in_reward:
-            self.kl_controller = make_kl_controller(control.type, control.kl_coef, control.target_kl, control.horizon)
+            self.kl_controller = KL_CONTROLLERS[control.type](control.kl_coef, control.target_kl, control.horizon)
 
     def compute(self, batch: DataProto, metrics: Metrics) -> DataProto:
         """Add ``token_level_rewards``, ``advantages`` and ``returns`` to the batch, and statistics to ``metrics``."""

@@ -17,7 +17,7 @@ from megarl.base.reductions import Metrics
 from megarl.config.correction_bounds import rejection_rules, weight_bounds
 from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig
 from megarl.data import DataProto
-from megarl.data.row_map import RowMap, map_in_process, token_part, with_tokens
+from megarl.data.remote_columns import RowMap, map_in_process, token_part, with_tokens
 from megarl.workers.correction_rows import (
     CORRECTED_COLUMNS,
     ENGINE_COLUMNS,

@@ -18,8 +18,7 @@ from megarl.base.user_code import import_spec, load_user_class, load_user_functi
 from megarl.config.schema.data import CustomDatasetConfig, DataConfig, DataSourceConfig, PromptsConfig, SamplerConfig
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.data import DataProto, RLHFDataset, StatefulLoader
-from megarl.data.custom_prompts import CustomCollate, CustomPrompts, takes_verls_arguments
-from megarl.data.dataset import RowDataset, pad_id
+from megarl.data.dataset import CustomCollate, CustomPrompts, RowDataset, pad_id, takes_verls_arguments
 from megarl.data.order import EpochOrder, MixedSet, MixtureOrder, MixtureSchedule, RowOrder, SamplerOrder
 from megarl.data.rows import expand_files
 from megarl.data.tokenization import PromptEncoder, PromptReader

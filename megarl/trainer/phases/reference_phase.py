@@ -12,8 +12,8 @@ from torch import Tensor
 from megarl.algorithms import Moments, WeightSchedule, row_cosine_similarity
 from megarl.base.reductions import Metrics, Total
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
-from megarl.data.row_map import RowMap, map_in_process
-from megarl.data.text_bounds import cut_middle, measured_tokens
+from megarl.data.remote_columns import RowMap, map_in_process
+from megarl.data.tokenizers import cut_middle, measured_tokens
 from megarl.models import ParallelLayout
 from megarl.workers.row_math import MASKS, counted_rows, entropy_of_rows, summary
 

@@ -15,7 +15,7 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import ActorRolloutRefConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.data.rollout_dump import DumpMetadata, RolloutDump
-from megarl.data.tokenization import characters_per_token
+from megarl.data.tokenizers import characters_per_token
 from megarl.rewards.outcome import EXTRA
 from megarl.tracking.sample_files import write_samples
 from megarl.tracking.token_columns import TokenValues

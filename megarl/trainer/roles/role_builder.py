@@ -32,10 +32,8 @@ from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, RO
 from megarl.models import ParallelLayout, WeightMap, read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
 from megarl.rollout.registry import engine_vocab_multiple
-from megarl.samples.elastic_replicas import REPLICAS_FILE, ElasticReplicas
-from megarl.samples.hybrid_replicas import HybridReplicas
-from megarl.samples.replicas import ColocatedReplicas, DisaggregatedReplicas, Replicas
-from megarl.samples.rollout_group import build_engines, rollout_group
+from megarl.samples.replicas import ColocatedReplicas, DisaggregatedReplicas, HybridReplicas, Replicas
+from megarl.samples.rollout_group import REPLICAS_FILE, ElasticReplicas, build_engines, rollout_group
 from megarl.sharding.placement import RolloutLayout, Routes
 from megarl.sharding.plan import build_plan, replica_plans, sender_plans
 from megarl.trainer.roles.devices import JobPools

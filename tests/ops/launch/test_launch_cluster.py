@@ -141,7 +141,7 @@ def test_job_on_a_running_cluster_is_restarted_there(start_launcher, first_port,
     """The launcher with ``--on local-ray`` runs in the cluster of another, with its token, and leaves it running."""
     driver = tmp_path / "driver.py"
     driver.write_text(
-        "import sys, ray\nfrom pathlib import Path\nfrom megarl.cluster import RaySession\n"
+        "import sys, ray\nfrom pathlib import Path\nfrom megarl.cluster.session import RaySession\n"
         "with RaySession() as session:\n    print('joined', session.address, len(ray.nodes()), flush=True)\n"
         "first = not Path('ran').exists()\nPath('ran').touch()\nsys.exit(3 if first else 0)\n",
         encoding="utf-8",

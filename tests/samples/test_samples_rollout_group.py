@@ -13,7 +13,7 @@ from megarl.cluster.role_groups import RolloutGroup
 from megarl.cluster.session import RaySession
 from megarl.cluster.worker_group import wait_ready
 from megarl.models import ParallelLayout
-from megarl.samples.elastic_replicas import MOST_FAILURES, ElasticReplicas, ReplicasMissing
+from megarl.samples.rollout_group import MOST_FAILURES, ElasticReplicas, ReplicasMissing
 from megarl.workers.dispatch import Dispatch, verb
 from tests.support.expected_errors import raises
 from tests.support.waits import wait_until
@@ -57,7 +57,7 @@ def make(pool, tmp_path):
         pool.request([2])
         absent = [replica for replica in range(3) if not pool.is_placed([replica])]
         kwargs = {"broken": tmp_path / "broken"}
-        worker = "tests.samples.test_samples_elastic_replicas:Engine"
+        worker = "tests.samples.test_samples_rollout_group:Engine"
         groups.append(RolloutGroup("rollout", worker, kwargs, ParallelLayout(dp=3), pool, absent=absent))
         wait_ready([groups[-1]])
         lines: list[str] = []

@@ -1,6 +1,6 @@
 """The decision whether the trainer's devices generate, against hand calculations."""
 
-from megarl.samples.hybrid_replicas import HybridReplicas
+from megarl.samples.replicas import HybridReplicas
 
 
 def test_hybrid_replicas_are_used_if_they_save_more_than_a_switch_takes():
