@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megarl.base.formatting import count_noun, table_lines
 from megarl.config.problems import InvalidConfigError, Problem
-from megarl.config.schema.async_training import SYNC
+from megarl.config.schema.algorithm import SYNC
 from megarl.config.schema.data import SupervisedDataConfig
 from megarl.config.schema.jobs import ScoredJobConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig, UpdateBatchConfig

@@ -189,7 +189,7 @@ def section(factory: Any, doc: str = "", *, inherits: bool = False, **overrides:
     Args:
         factory: its class; None for an optional section that is absent by default.
         doc: meaning of the section, beyond that of its class.
-        inherits: whether all its keys are ``auto``, the values of another section (:mod:`megarl.config.inherited`).
+        inherits: whether all its keys are ``auto``, the values of another section (:mod:`megarl.config.derived`).
         overrides: defaults that differ from those of the class.
     """
     make = (lambda: None) if factory is None else lambda: factory(**overrides)

@@ -9,10 +9,9 @@ from pathlib import Path
 
 import torch
 
-from megarl.convert.output import Band, bands_of
+from megarl.convert.output import Band, bands_of, in_parallel, progress
 from megarl.convert.source import SCORE, CheckpointSource
 from megarl.convert.stored import Files, Scratch
-from megarl.convert.transfer import in_parallel, progress
 
 
 @dataclass

@@ -20,8 +20,6 @@ import torch
 from megarl.base.checkpoint_files import HF_FOLDER, INDEX, POINTER, read_index
 from megarl.base.errors import CheckpointError, ModelError
 from megarl.base.json_text import parse_json
-from megarl.convert.adapters import base_of_role, options_of_folder, options_of_role, read_document, with_base
-from megarl.convert.experts import expert_view, quantized_expert_view
 from megarl.convert.source import (
     DTYPES,
     HUGGING_FACE,
@@ -32,8 +30,15 @@ from megarl.convert.source import (
     STATE_FORMAT,
     WEIGHT,
     CheckpointSource,
+    base_of_role,
+    expert_view,
+    options_of_folder,
+    options_of_role,
+    quantized_expert_view,
+    read_document,
     stored_tensors,
     whole_view,
+    with_base,
     without_head_bias,
 )
 from megarl.convert.stored import Chunk, StoredTensor, TensorView

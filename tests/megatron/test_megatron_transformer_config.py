@@ -17,8 +17,7 @@ from support.expected_errors import raises
 from tiny_models import TEMPERATURE, rows, save_model
 
 from megarl.config import MegatronConfig
-from megarl.config.checks.transformer_field_table import OWNED, REJECTED, SUPPORTED
-from megarl.config.checks.transformer_fields import attention_backends, transformer_fields
+from megarl.config.checks.transformer_fields import OWNED, REJECTED, SUPPORTED, attention_backends, transformer_fields
 from megarl.config.keys import key_at
 from megarl.megatron import MegatronOptions, OutputOptions, RecomputeOptions
 from megarl.megatron.engine import transformer_config

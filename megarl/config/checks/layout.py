@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megarl.config.checks.transformer_fields import override_problems
-from megarl.config.inherited import inheritance_note
+from megarl.config.derived import inheritance_note
 from megarl.config.problems import Problem
-from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.jobs import (
     CRITIC,
     REFERENCE,
@@ -22,7 +21,7 @@ from megarl.config.schema.jobs import (
     SupervisedConfig,
     TrainConfig,
 )
-from megarl.config.schema.model import REPLICA_SIZES, MegatronConfig
+from megarl.config.schema.model import REPLICA_SIZES, MegatronConfig, OwnDevicesConfig
 from megarl.config.schema.rollout import RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import RunConfig
 

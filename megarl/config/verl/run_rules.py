@@ -1,11 +1,68 @@
-"""Rules for generation, data, algorithm, the run, and features of verl that megarl lacks."""
+"""Rules for all keys but the roles': rewards, data, algorithm, generation, the run, and supervised fine-tuning."""
 
 from __future__ import annotations
 
-from megarl.config.schema.jobs import REWARD_MODEL, TEACHERS
-from megarl.config.verl.moved_rules import REMOVED, REWARDS, SEARCH_AGENT, VALIDATION_REWARD
+from megarl.config.schema.jobs import REWARD_MODEL, SEARCH, TEACHERS
 from megarl.config.verl.role_rules import ADAPTER_KIND, MICRO_BATCH_KEYS, OPTIM_MEANINGS
-from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
+from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, PoolSwitch, Refused, Renamed, Rule, Values
+
+_JUDGE = "the model has a scalar head; for a generative judge set reward.judge.base_url"
+_CUSTOM = "set reward.custom_reward_function.path for a custom reward"
+_OLD, _VERL = "reward_model", "reward.reward_model"
+_FUNCTION_KEYS = (
+    "name function_weight num_workers launch_reward_fn_async timeout_s max_concurrency max_retries on_error "
+    "max_failure_ratio"
+)
+_FUNCTION_SECTIONS = "functions data_sources function_kwargs reward_kwargs sandbox judge"
+
+REWARDS: dict[str, Rule] = {
+    "reward.compute_score_kwargs.*": Refused("set arguments of a function in reward.function_kwargs.<function>"),
+    "reward.reward_manager.source": Only(("register",), _CUSTOM),
+    "reward.reward_manager.module.*": Feature("reward.reward_manager.source", ("register",), _CUSTOM),
+    "reward.sandbox_fusion.*": Renamed("reward.sandbox"),
+    f"{_VERL}.enable": Renamed(f"{REWARD_MODEL}.enable", why=_JUDGE),
+    f"{_VERL}.model_path": Renamed(f"{REWARD_MODEL}.path"),
+    f"{_VERL}.enable_resource_pool": PoolSwitch(REWARD_MODEL),
+    f"{_VERL}.n_gpus_per_node": Renamed(f"{REWARD_MODEL}.n_gpus_per_node", left_out=(0,)),
+    f"{_VERL}.*": Renamed(REWARD_MODEL),
+    f"{REWARD_MODEL}.rollout.*": NoEffect(f"a reward model runs on Megatron; its layout is {REWARD_MODEL}.megatron"),
+    f"{REWARD_MODEL}.forward_max_token_len_per_gpu": Renamed(f"{REWARD_MODEL}.max_token_len_per_gpu"),
+    "custom_reward_function.*": Renamed("reward.custom_reward_function"),
+    "sandbox_fusion.*": Renamed("reward.sandbox"),
+    **{f"{_OLD}.{name}": Renamed(f"reward.{name}") for name in _FUNCTION_KEYS.split()},
+    **{f"{_OLD}.{name}.*": Renamed(f"reward.{name}") for name in _FUNCTION_SECTIONS.split()},
+    f"{_OLD}.reward_manager": Renamed("reward.reward_manager.name"),
+    f"{_OLD}.sandbox_fusion.*": Renamed("reward.sandbox"),
+    f"{_OLD}.reward_loop_source": Only(("register",), _CUSTOM),
+    f"{_OLD}.reward_loop_module_path": Refused(_CUSTOM),
+    f"{_OLD}.reward_loop_class_name": Refused(_CUSTOM),
+    f"{_OLD}.enable_resource_pool": PoolSwitch(REWARD_MODEL),
+    f"{_OLD}.model_weight": Renamed(f"{REWARD_MODEL}.weight"),
+    f"{_OLD}.model.*": Renamed(REWARD_MODEL),
+    f"{_OLD}.*": Renamed(REWARD_MODEL),
+}
+"""verl's section `reward`, and the sections before it: `reward_model`, `custom_reward_function`, `sandbox_fusion`."""
+
+VALIDATION_REWARD: dict[str, Rule] = {"val_reward_fn.*": Renamed("reward.validation_function")}
+"""The section before `reward.validation_function`, which only training has."""
+
+SEARCH_AGENT: dict[str, Rule] = {
+    "do_search": Renamed(f"{SEARCH}.enable"),
+    "max_turns": Renamed(f"{SEARCH}.max_turns"),
+    "retriever.*": Renamed(SEARCH),
+    "data.max_obs_length": Renamed(f"{SEARCH}.max_obs_length"),
+}
+"""Keys of Search-R1, whose names megarl had too."""
+
+REMOVED: dict[str, Rule] = {
+    "trainer.replay_order": Only(
+        (), "asynchronous runs differ in the order of completion; async_training.max_staleness=0 repeats bit for bit"
+    ),
+    "sync.delta.enable": Only((False,), "a weight sync sends all weights"),
+    "sync.delta.full_freq": NoEffect("a weight sync sends all weights"),
+}
+"""Removed keys of megarl, which complete configurations of earlier runs name."""
+
 
 _CORRECTION = "algorithm.rollout_correction"
 _NEW_RESPONSES = "every step generates new responses; trainer.rollout_data_dir keeps them"
@@ -243,3 +300,77 @@ def run_rules() -> dict[str, Rule]:
     """Return the rules by path; ``*`` at the end matches any rest."""
     generation = {f"{_ROLLOUT}.{name}": rule for name, rule in _GENERATION.items()}
     return _DATA | REWARDS | VALIDATION_REWARD | SEARCH_AGENT | REMOVED | _ALGORITHM | _RUN | generation
+
+
+_FSDP = OtherBackend("FSDP", "the layout is in `megatron`, which verl calls `engine`")
+_NO_VALIDATION = "megarl sft does not validate while it trains; `megarl evaluate` scores the exported model"
+_SFT_ROWS = "megarl sft reads prompts with responses, or conversations (data.messages_key)"
+
+_SFT_DATA: dict[str, Rule] = {
+    "data.val_files": NoEffect(_NO_VALIDATION),
+    "data.val_max_samples": NoEffect(_NO_VALIDATION),
+    "data.tools_key": Only(("tools",), "the column of a row's tools is called `tools`"),
+    "data.enable_thinking_key": Only(
+        ("enable_thinking",), "megarl reads no such column; set data.apply_chat_template_kwargs.enable_thinking"
+    ),
+    "data.enable_thinking_default": Renamed(
+        "data.apply_chat_template_kwargs.enable_thinking", left_out=(None, "none"), why="for every row"
+    ),
+    "data.pad_mode": NoEffect("megarl always packs sequences, without padding"),
+    "data.balance_dp_token": NoEffect("data-parallel ranks always get equal work"),
+    "data.custom_cls.name": Feature("data.custom_cls.path", (), _SFT_ROWS),
+    "data.custom_cls.path": Feature("data.custom_cls.path", (), _SFT_ROWS),
+    "data.use_shm": NoEffect("megarl reads files through the page cache"),
+    "data.num_workers": NoEffect("the loader reads rows from memory-mapped files on demand"),
+    "data.ignore_input_ids_mismatch": NoEffect(
+        "a conversation whose earlier turns the chat template changes later on (as templates do that remove thinking) "
+        "is an error; make one row per assistant message"
+    ),
+    "data.image_key": Only(("images",), _TEXTS),
+    "data.video_key": Only(("videos",), _TEXTS),
+    "data.image_patch_size": NoEffect(_TEXTS),
+}
+
+_SFT_RUN: dict[str, Rule] = {
+    "checkpoint.save_contents": Renamed("trainer.checkpoint.save_contents"),
+    "checkpoint.load_contents": Renamed("trainer.checkpoint.load_contents"),
+    "checkpoint.async_save": Renamed("trainer.checkpoint.async_save"),
+    "checkpoint.strict": NoEffect("every weight must be there exactly once"),
+    "checkpoint.mbridge_config.*": NoEffect("megarl's weight maps write Hugging Face folders"),
+    "trainer.default_hdfs_dir": Refused("set trainer.default_local_dir to a folder on a mounted file system"),
+    "trainer.test_freq": Only((-1,), _NO_VALIDATION),
+    "trainer.balance_batch": NoEffect("data-parallel ranks always get equal work"),
+    "trainer.profile_interval": Only(([-1, -1],), "megarl sft has no profiler; set trainer.timeline.enable"),
+    "profiler.enable": Only((False,), "megarl sft has no profiler; set trainer.timeline.enable"),
+    "profiler.*": Feature("profiler.enable", (False,), "megarl sft has no profiler; set trainer.timeline.enable"),
+}
+
+_FSDP_ENGINE = (
+    "fsdp_size reshard_after_forward wrap_policy.* offload_policy model_dtype ulysses_sequence_parallel_size "
+    "entropy_checkpointing forward_prefetch use_orig_params data_parallel_shard_size"
+)
+_FSDP_OPTIM = "lr_scheduler_type min_lr_ratio num_cycles optimizer_impl warmup_style"
+
+_ENGINE: dict[str, Rule] = {
+    "engine.*": Renamed("megatron"),
+    "engine.strategy": Only(("megatron",), "megarl trains with Megatron; set engine=megatron"),
+    "engine.use_torch_compile": NoEffect("megarl compiles nothing"),
+    **{f"engine.{name}": _FSDP for name in _FSDP_ENGINE.split()},
+    **{f"optim.{name}": _FSDP for name in _FSDP_OPTIM.split()},
+}
+
+SFT_VALUES: dict[str, Values] = {
+    "trainer.logger": Values(meanings={"file": "jsonl"}),
+    "optim.lr_warmup_steps": Values(meanings={None: -1}),
+    "optim.lr_wsd_decay_steps": Values(meanings={None: -1}),
+    "optim.total_training_steps": Values(meanings={-1: None}),
+    "model.lora.type": ADAPTER_KIND,
+    "trainer.save_freq": Values(refused={"after_each_epoch": "a number of steps in megarl, or -1"}),
+    "trainer.device": Values(refused={"npu": "an Ascend NPU, with MindSpeed: megarl runs on CUDA and on CPUs"}),
+}
+"""Keys of both with different values."""
+
+
+def sft_rules() -> dict[str, Rule]:
+    """Return the rules by path; ``*`` at the end matches any rest."""
+    return _SFT_DATA | _SFT_RUN | _ENGINE

@@ -7,11 +7,9 @@ from dataclasses import dataclass, field, replace
 from functools import cached_property
 
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, SFTConfig, TrainConfig
-from megarl.config.verl.moved_rules import REWARDS, SEARCH_AGENT
 from megarl.config.verl.role_rules import role_rules, supervised_role_rules
 from megarl.config.verl.rules import Renamed, Rule, Values
-from megarl.config.verl.run_rules import VALUES, run_rules
-from megarl.config.verl.sft_rules import SFT_VALUES, sft_rules
+from megarl.config.verl.run_rules import REWARDS, SEARCH_AGENT, SFT_VALUES, VALUES, run_rules, sft_rules
 
 
 @dataclass(frozen=True)

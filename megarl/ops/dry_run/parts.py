@@ -30,8 +30,8 @@ from megarl.models.end_tokens import read_end_tokens
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, check_model_folder
 from megarl.ops.doctor.node import Status, needs_of
 from megarl.ops.doctor.node.storage import check_checkpoint_room
+from megarl.ops.plan.estimate import plan_run
 from megarl.ops.plan.report import shortfall_lines
-from megarl.ops.plan.suggestion import plan_run
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.early_checks import check_packages, check_writable
 from megarl.trainer.jobs.output_folders import check_output_folders

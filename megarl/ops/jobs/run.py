@@ -21,7 +21,7 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.base.signals import signals_exit_at_once
 from megarl.cluster.fork_server import fork_server
 from megarl.config import SupervisedConfig, TrainConfig
-from megarl.config.changed_keys import changed_keys
+from megarl.config.build import changed_keys
 from megarl.config.compose import ComposedRun, to_yaml
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.stored import references_of

@@ -21,10 +21,9 @@ from megarl.config.keys import value_at
 from megarl.config.schema.jobs import ACTOR, CRITIC, REWARD_MODEL, ROLLOUT
 from megarl.models import ModelConfig
 from megarl.ops.plan.estimate import Estimate, Shortfall, changed, estimate, shortfalls, usable_bytes
+from megarl.ops.plan.flops import lengths_of
 from megarl.ops.plan.hardware import Hardware
-from megarl.ops.plan.job import PlannedJob, PlannedRole
-from megarl.ops.plan.job_from_config import planned_job
-from megarl.ops.plan.lengths import lengths_of
+from megarl.ops.plan.job import PlannedJob, PlannedRole, planned_job
 from megarl.ops.plan.memory import plan_memory
 from megarl.ops.plan.search import (
     CP,

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megarl.config import TrainConfig
 from megarl.config.schema.jobs import ACTOR, ROLLOUT
+from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.job import PlannedJob, PlannedRole, PlannedRollout
-from megarl.ops.plan.kv_cache import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass_activations
 from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes
 from megarl.workers.settings import needed_store_bytes

@@ -1,7 +1,7 @@
 """Cost of forward passes and updates of a model in a Megatron layout.
 
 A cost is a time in seconds at the peak speeds of the hardware file, and orders layouts. A run takes longer, by a factor
-for each phase: :mod:`megarl.ops.plan.calibration` fits it to runs, and costs on calibrated hardware include it.
+for each phase: :mod:`megarl.ops.plan.command` fits it to runs, and costs on calibrated hardware include it.
 
 The cost of a pipeline stage per micro-batch is that of its matrix products, or of reading the weights, if that takes
 longer, and of the collectives that its layers wait for. The slowest stage sets the pace: ``m`` micro-batches take
@@ -18,6 +18,7 @@ from megarl.config.batch import MicroBatches
 from megarl.data.packing import common_micro_batch_count
 from megarl.ops.plan.flops import (
     BACKWARD,
+    Lengths,
     SequenceStats,
     forward_flops,
     optimized_elements,
@@ -26,7 +27,6 @@ from megarl.ops.plan.flops import (
 )
 from megarl.ops.plan.hardware import CollectiveGroups, Hardware
 from megarl.ops.plan.job import PlannedPass, PlannedRole
-from megarl.ops.plan.lengths import Lengths
 from megarl.ops.plan.states import FLOAT32, MOMENTS
 
 ADAM_BYTES = 34

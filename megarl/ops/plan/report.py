@@ -20,8 +20,7 @@ from megarl.ops.plan.estimate import HOST_SHARE, Estimate, overrides_of
 from megarl.ops.plan.memory import Component, RoleMemory
 from megarl.ops.plan.pass_costs import Cost
 from megarl.ops.plan.search import Changes, SearchResult
-from megarl.ops.plan.step_costs import StepCost
-from megarl.ops.plan.sync_traffic import SyncTraffic
+from megarl.ops.plan.step_costs import StepCost, SyncTraffic
 
 CAUSES = {
     "compute": "matrix products",

@@ -14,17 +14,15 @@ from typing import Any, NamedTuple
 
 from megarl.base.errors import MegarlError
 from megarl.config import SupervisedConfig, TrainConfig
-from megarl.config.inherited import ACTOR_MEGATRON, followers
+from megarl.config.derived import ACTOR_MEGATRON, followers
 from megarl.config.keys import value_at
 from megarl.config.schema.jobs import ROLLOUT, own_pools
 from megarl.models import ModelConfig
 from megarl.ops.plan.estimate import Estimate, changed, estimate, overrides_of, usable_bytes
-from megarl.ops.plan.flops import optimized_elements, rank_elements
+from megarl.ops.plan.flops import Lengths, optimized_elements, rank_elements
 from megarl.ops.plan.generation import generation_cost
 from megarl.ops.plan.hardware import Hardware
-from megarl.ops.plan.job import PlannedJob, PlannedRole
-from megarl.ops.plan.job_from_config import planned_job
-from megarl.ops.plan.lengths import Lengths
+from megarl.ops.plan.job import PlannedJob, PlannedRole, planned_job
 from megarl.ops.plan.pass_activations import pass_activations
 from megarl.ops.plan.states import FLOAT32, MOMENTS
 from megarl.ops.plan.step_costs import pass_costs, sync_cost

@@ -22,8 +22,7 @@ from typing import Any
 from megarl.base.atomic_write import atomic_write
 from megarl.base.formatting import duration
 from megarl.base.packages import require_package
-from megarl.ops.report.balance import balance_maps
-from megarl.ops.report.charts import chart_groups, metric_curves, training_seconds
+from megarl.ops.report.charts import balance_maps, chart_groups, metric_curves, training_seconds
 from megarl.ops.report.findings import failure_counts, final_metrics, run_findings, run_verdict
 from megarl.ops.report.rollouts import ReportRollouts, read_rollouts, rollout_columns, token_columns
 from megarl.ops.report.run_files import RunRecord, cli_text, config_rows, environment_rows, run_description

@@ -17,7 +17,7 @@ from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Metrics
 from megarl.cluster import WorkerGroup, seqlen_metrics
 from megarl.cluster.role_groups import ActorGroup, MegatronGroup
-from megarl.config.schema.async_training import DISAGGREGATED
+from megarl.config.schema.algorithm import DISAGGREGATED
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import token_counts
 from megarl.models import read_model_config

@@ -13,7 +13,7 @@ from megarl.cluster import PlacedPool, RaySession, ResourcePool, check_resources
 from megarl.cluster.availability import NO_GPU_REMEDY, check_cluster_answers, local_node
 from megarl.cluster.ray_internals import dashboard_error
 from megarl.cluster.resources import cluster_nodes
-from megarl.config.schema.devices import OwnDevicesConfig
+from megarl.config.schema.model import OwnDevicesConfig
 from megarl.config.schema.run import RunConfig
 
 _TRAINER = "trainer"

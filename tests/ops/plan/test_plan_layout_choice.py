@@ -12,7 +12,7 @@ from megarl.config.keys import value_at
 from megarl.config.problems import format_value
 from megarl.ops.plan.estimate import shortfalls, usable_bytes
 from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.job_from_config import planned_job
+from megarl.ops.plan.job import planned_job
 from megarl.ops.plan.layout_choice import NothingFitsError, choose_layout
 from megarl.ops.plan.memory import plan_memory
 

@@ -7,8 +7,8 @@ from planned_jobs import OFFLOAD, megatron, train_job
 
 from megarl.config.batch import MicroBatches
 from megarl.models import ParallelLayout
+from megarl.ops.plan.flops import Lengths, lengths_of
 from megarl.ops.plan.hardware import CollectiveGroup, CollectiveGroups, read_hardware
-from megarl.ops.plan.lengths import Lengths, lengths_of
 from megarl.ops.plan.pass_costs import Cost, PassModel
 from megarl.ops.plan.step_costs import pass_costs
 

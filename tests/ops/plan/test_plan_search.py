@@ -10,9 +10,9 @@ from megarl.config import TrainConfig
 from megarl.config.compose import ConfigRequest, compose, compose_draft
 from megarl.config.problems import format_value
 from megarl.ops.plan.estimate import estimate
+from megarl.ops.plan.flops import Lengths
 from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.job_from_config import planned_job
-from megarl.ops.plan.lengths import Lengths
+from megarl.ops.plan.job import planned_job
 from megarl.ops.plan.search import initial_changes, layouts, role_layouts, search
 
 LENGTHS = Lengths(300, 400, 1024, "test")

@@ -4,10 +4,9 @@ import pytest
 from planned_jobs import megatron, train_config, train_job
 
 from megarl.ops.plan import planned_job
+from megarl.ops.plan.flops import lengths_of
 from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.lengths import lengths_of
-from megarl.ops.plan.step_costs import simultaneous_phases, step_cost
-from megarl.ops.plan.sync_traffic import plan_sync, sync_s
+from megarl.ops.plan.step_costs import plan_sync, simultaneous_phases, step_cost, sync_s
 
 H100 = read_hardware("h100")
 
