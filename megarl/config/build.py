@@ -56,13 +56,13 @@ def build(
     return config
 
 
-def build_draft(schema: type[JobT], values: Mapping[str, Any] | DictConfig, overridden: Collection[str] = ()) -> JobT:
+def build_draft(schema: type[JobT], values: Mapping[str, Any] | DictConfig) -> JobT:
     """Build as :func:`build`, without the checks across sections, for a search over keys that they may reject.
 
     Raises:
         InvalidConfigError: with every problem of single keys.
     """
-    config = _complete(schema, values, None, overridden)
+    config = _complete(schema, values, None, ())
     _raise(config, list(_external_problems(config)))
     return config
 

@@ -133,17 +133,10 @@ def compose_run(request: ConfigRequest[JobT], choose: LayoutChooser | None = Non
     return _compose(request, choose)
 
 
-def compose_draft(request: ConfigRequest[JobT]) -> JobT:
-    """Compose as :func:`compose`, without the checks across sections: layouts and batches may not divide."""
-    sweep_settings(parse_overrides(request.overrides, request.schema), multirun=False)
-    return _compose(request, is_draft=True).config
-
-
 def _compose(
     request: ConfigRequest[JobT],
     choose: LayoutChooser | None = None,
     place: tuple[Path, int] | None = None,
-    is_draft: bool = False,
 ) -> ComposedRun[JobT]:
     """Compose a run; one of a sweep has a place: the sweep's folder and its number."""
     keys = dict(walk(request.schema))
@@ -157,11 +150,7 @@ def _compose(
     try:
         if choose is not None and not problems and values.get("layout") == AUTO:
             layout = fill_layout(request.schema, values, choose, _set_keys(request, valid, keys))
-        config = (
-            build_draft(request.schema, values, overridden)
-            if is_draft
-            else build(request.schema, values, root, overridden)
-        )
+        config = build(request.schema, values, root, overridden)
     except InvalidConfigError as error:
         raise InvalidConfigError([*problems, *error.problems]) from error
     if problems:

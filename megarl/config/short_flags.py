@@ -1,4 +1,4 @@
-"""Flags of a job's command line that stand for keys: ``megarl grpo --model FOLDER --data FILE --reward gsm8k``."""
+"""Arguments of a configuration, and flags for keys: ``megarl grpo --model FOLDER --data FILE --reward gsm8k``."""
 
 from __future__ import annotations
 
@@ -74,6 +74,13 @@ _FLAGS = {
     ),
     "teacher": _Flag((_TEACHER,), "MODEL", "teacher of the distillation, as --model", _teacher),
 }
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, file_help: str) -> None:
+    """Add the overrides, the YAML file and its folder."""
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
+    parser.add_argument("--config-name", "-cn", type=lambda name: name.removesuffix(".yaml"), help=file_help)
+    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
 
 
 def add_flags(parser: argparse.ArgumentParser, schema: type) -> None:

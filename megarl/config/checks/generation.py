@@ -6,7 +6,6 @@ import re
 from collections.abc import Iterator
 from pathlib import Path
 
-from megarl.config.batch import reward_model_problems
 from megarl.config.checks.layout import reward_model_layout
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import (
@@ -111,11 +110,6 @@ def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
     if model.weight == 0:
         text = "leaves the reward model without effect; set reward.model.enable=false"
         yield Problem("reward.model.weight", model.weight, text, code="reward.model-without-weight")
-
-
-def reward_model_batches(config: EvaluateConfig) -> Iterator[Problem]:
-    """Check the micro-batches of the reward model in an evaluation; those of training are part of the batch plan."""
-    yield from reward_model_problems(config)
 
 
 def reward_functions(config: ScoredJobConfig) -> Iterator[Problem]:

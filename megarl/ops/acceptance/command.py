@@ -33,7 +33,7 @@ STAGE_LIMIT_S = 480.0
 CLOSING_S = 5.0  # seconds of a budget for the archive and the table
 LEAST_S = 10.0  # a stage does not start with less: its imports take as long
 UNFINISHED = "process of the stage"  # check of a stage whose process crashed or reached the limit
-ARCHIVED = ("*.json", "*.md", "*.log", "*.txt", "scratch/jobs/*/output.txt", "scratch/jobs/**/metrics.jsonl",
+ARCHIVED = ("*.json", "*.md", "*.log", "scratch/jobs/*/output.txt", "scratch/jobs/**/metrics.jsonl",
             "scratch/jobs/**/logs/*")  # fmt: skip
 ARCHIVED_BYTES = 8 * 2**20  # larger files stay out of the archive
 
@@ -116,7 +116,7 @@ def _read_reports(folder: Path) -> list[StageReport]:
 
 
 def write_archive(folder: Path, archive: Path) -> None:
-    """Write reports, logs, profiles, and outputs and metrics of jobs to a gzipped tar file; large files stay out."""
+    """Write reports, logs, and outputs and metrics of jobs to a gzipped tar file; large files stay out."""
     archive.parent.mkdir(parents=True, exist_ok=True)
     partial_archive = archive.with_name(f".{archive.name}.partial")
     with tarfile.open(partial_archive, "w:gz") as tar:

@@ -44,10 +44,6 @@ STAGES = {
     "offload": Stage(
         "megarl.ops.acceptance.offload", "offload, onload and the optimizer step in GB/s, memory snapshot", 50
     ),
-    "profile": Stage(
-        "megarl.ops.acceptance.profile", "kernels of an update, of log-probs and of generation by time", 45
-    ),
-    "fp8": Stage("megarl.ops.acceptance.fp8", "FP8 matrix products: error and speed", 15),
 }
 """Stages, the most valuable first; those that measure no times run side by side before the others."""
 

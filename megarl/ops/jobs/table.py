@@ -20,7 +20,7 @@ from megarl.config import (
 from megarl.config.compose import Changes, ChosenLayout, ConfigRequest, compose
 from megarl.config.keys import AUTO
 from megarl.config.schema.jobs import JobConfig
-from megarl.config.short_flags import add_flags, flag_overrides
+from megarl.config.short_flags import add_config_arguments, add_flags, flag_overrides
 from megarl.config.verl.table import table_of
 from megarl.trainer.jobs.model_layouts import check_models
 
@@ -90,10 +90,8 @@ def job_parser(name: str) -> argparse.ArgumentParser:
         prog=f"megarl {name}",
         description=f"{job.doc}. Every key is described in docs/reference/config/{name.replace('-', '_')}.md.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
     add_flags(parser, job.schema)
-    parser.add_argument("--config-name", "-cn", help=f"YAML file; default: {job.config_name}")
-    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
+    add_config_arguments(parser, f"YAML file; default: {job.config_name}")
     parser.add_argument("--config-path", "-cp", help="same as --config-dir, for verl's scripts")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the resolved configuration instead of running")
     parser.add_argument(
@@ -120,4 +118,4 @@ def job_request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
         overrides = (f"layout={AUTO}", *overrides)  # a short command; later words replace it
     if folder is None and options.config_path is not None and Path(options.config_path).is_dir():
         folder = options.config_path
-    return ConfigRequest(job.schema, config_name.removesuffix(".yaml"), overrides, folder)
+    return ConfigRequest(job.schema, config_name, overrides, folder)

@@ -1,4 +1,4 @@
-"""``megarl plan``: plans a configuration, searches for layouts, or calibrates a hardware file by runs.
+"""``megarl plan``: plans a configuration, or calibrates a hardware file by runs.
 
 The efficiency of a phase is its cost at peak speeds over the median of its measured seconds (``timing_s/<phase>``), the
 geometric mean over several runs. It covers what the cost leaves out: narrow products, launches, calls between
@@ -24,8 +24,9 @@ from megarl.base.errors import ConfigError
 from megarl.base.formatting import count_noun
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.config.build import build
-from megarl.config.compose import Changes, ConfigRequest, compose, compose_draft
+from megarl.config.compose import Changes, ConfigRequest, compose
 from megarl.config.schema.algorithm import SYNC
+from megarl.config.short_flags import add_config_arguments
 from megarl.ops.plan.automatic import AutomaticLayout, automatic_layout, layout_lines
 from megarl.ops.plan.estimate import Estimate, estimate, find_suggestion, overrides_of
 from megarl.ops.plan.flops import Lengths, lengths_of
@@ -35,20 +36,19 @@ from megarl.ops.plan.report import (
     plan_json,
     plan_sections,
     print_report,
-    search_json,
-    search_sections,
 )
-from megarl.ops.plan.search import search
 from megarl.ops.report.run_files import NoRunError, find_runs, read_run
 from megarl.tracking.jsonl_files import METRICS_FILE, MetricsRow
 
-_SUPERVISED: Mapping[str, type[SupervisedConfig]] = {
-    "sft": SFTConfig,
-    "reward-model": RewardTrainingConfig,
-    "preference": PreferenceConfig,
-    "dpo": PreferenceConfig,
+Job = TrainConfig | SupervisedConfig
+JOBS: dict[str, tuple[type[Any], str]] = {
+    "train": (TrainConfig, "ppo"),
+    "sft": (SFTConfig, "sft"),
+    "reward-model": (RewardTrainingConfig, "reward_model"),
+    "preference": (PreferenceConfig, "preference"),
 }
-"""Schemas of supervised jobs by the name in ``run.json``."""
+"""Jobs that can be planned: schema and default configuration."""
+EXIT_DOES_NOT_FIT = 1
 
 
 class Calibration(NamedTuple):
@@ -81,8 +81,8 @@ def measured_run(folder: Path, hardware_name: str | None = None) -> MeasuredRun:
         reason = "; ".join(record.problems) or "no config.yaml"
         raise ConfigError(f"--calibrate {folder}: no folder of a run: {reason}", code="plan.calibrate-folder")
     rows = [row for row in record.rows if "timing_s/step" in row][1:]
-    schema: type[TrainConfig | SupervisedConfig] = _SUPERVISED.get(str(record.facts.get("job")), TrainConfig)
-    config = build(schema, record.config)
+    job = str(record.facts.get("job"))
+    config: Job = build(JOBS.get("preference" if job == "dpo" else job, JOBS["train"])[0], record.config)
     if isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
         raise ConfigError(
             f"--calibrate {folder}: async_training.mode={config.async_training.mode}, and its phases overlap; "
@@ -149,55 +149,30 @@ def write_calibration(calibration: Calibration, path: Path) -> None:
     atomic_write_text(path, yaml.safe_dump(values, sort_keys=False))
 
 
-Job = TrainConfig | SupervisedConfig
-JOBS: dict[str, tuple[type[Any], str]] = {
-    "train": (TrainConfig, "ppo"),
-    "sft": (SFTConfig, "sft"),
-    "reward-model": (RewardTrainingConfig, "reward_model"),
-    "preference": (PreferenceConfig, "preference"),
-}
-"""Jobs that can be planned: schema and default configuration."""
-EXIT_DOES_NOT_FIT = 1
-DEFAULT_TOP = 10  # default number of layouts that a search lists
-
-
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan a configuration or search for layouts; returns 0, 1 if nothing fits, or 2 for wrong input."""
+    """Plan a configuration; returns 0, 1 if it does not fit, or 2 for wrong input."""
     parser = _parser()
     options = parser.parse_intermixed_args(argv)
-    if options.top is not None and not options.search:
-        parser.error("--top needs --search")
-    if options.calibrate and (options.overrides or options.search):
-        parser.error("--calibrate takes the configurations of its runs: no KEY=VALUE, no --search")
-    return exit_code(lambda: _calibrate(options) if options.calibrate else _main(options))
+    if options.calibrate and options.overrides:
+        parser.error("--calibrate takes the configurations of its runs: no KEY=VALUE")
+    return exit_code(lambda: _calibrate(options) if options.calibrate else _plan(options))
 
 
-def _main(options: argparse.Namespace) -> int:
+def _plan(options: argparse.Namespace) -> int:
     layouts: list[AutomaticLayout] = []
 
     def choose(build: Callable[[Changes], Any], fixed: frozenset[str]) -> AutomaticLayout:
         layouts.append(automatic_layout(build, fixed, options.hardware))
         return layouts[-1]
 
-    config = compose_draft(_request(options)) if options.search else compose(_request(options), choose)
-    for line in (line for layout in layouts for line in layout_lines(layout)):
-        print(line, file=sys.stderr if options.json else sys.stdout)
-    if options.search and isinstance(config, TrainConfig) and config.async_training.mode != SYNC:
-        mode = config.async_training.mode
-        raise ConfigError(
-            f"async_training.mode={mode}: --search covers shared devices only; leave --search out, or set sync",
-            code="plan.search-async",
-        )
-    hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
-    lengths = lengths_of(config, options.lengths)
-    action = _search if options.search else _plan
-    return action(options, config, hardware, lengths)
-
-
-def _plan(options: argparse.Namespace, config: Job, hardware: Hardware, lengths: Lengths) -> int:
     def confirm(changes: Changes) -> Estimate:
         return estimate(compose(_request(options, overrides_of(changes))), hardware, lengths)
 
+    config = compose(_request(options), choose)
+    for line in (line for layout in layouts for line in layout_lines(layout)):
+        print(line, file=sys.stderr if options.json else sys.stdout)
+    hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
+    lengths = lengths_of(config, options.lengths)
     planned = estimate(config, hardware, lengths, with_sync=True)
     suggestion = None if planned.fits else find_suggestion(config, planned, confirm)
     if options.json:
@@ -205,15 +180,6 @@ def _plan(options: argparse.Namespace, config: Job, hardware: Hardware, lengths:
     else:
         print_report(plan_sections(planned, suggestion), Console())
     return 0 if planned.fits else EXIT_DOES_NOT_FIT
-
-
-def _search(options: argparse.Namespace, config: Job, hardware: Hardware, lengths: Lengths) -> int:
-    result = search(config, hardware, lengths, options.top or DEFAULT_TOP)
-    if options.json:
-        print(search_json(result))
-    else:
-        print_report(search_sections(result, hardware.name), Console())
-    return 0 if result.best else EXIT_DOES_NOT_FIT
 
 
 def _calibrate(options: argparse.Namespace) -> int:
@@ -234,9 +200,8 @@ def _calibrate(options: argparse.Namespace) -> int:
 
 
 def _request(options: argparse.Namespace, extra: Sequence[str] = ()) -> ConfigRequest[Any]:
-    schema, config_name = JOBS[options.job]
-    name = (options.config_name or config_name).removesuffix(".yaml")
-    return ConfigRequest(schema, name, (*options.overrides, *extra), options.config_dir)
+    schema, name = JOBS[options.job]
+    return ConfigRequest(schema, options.config_name or name, (*options.overrides, *extra), options.config_dir)
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -246,35 +211,14 @@ def _parser() -> argparse.ArgumentParser:
         "if it does not fit, the smallest change that makes it fit; seconds for hardware that is calibrated by real "
         "runs. A model folder needs only its config.json. See docs/how_to/plan.md.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="values that differ from the YAML file's")
-    parser.add_argument("--config-name", "-cn", help="YAML file (default: that of the job)")
-    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
+    add_config_arguments(parser, "YAML file; default: the job's")
     parser.add_argument("--job", choices=sorted(JOBS), default="train", help="kind of job (default: train)")
     hardware = ", ".join(known_hardware())
     parser.add_argument("--hardware", help=f"{hardware}, or a custom file; default: trainer.hardware")
     parser.add_argument("--lengths", metavar="PROMPT,RESPONSE", help="mean tokens (default: the longest allowed)")
-    parser.add_argument(
-        "--calibrate",
-        nargs="+",
-        type=Path,
-        metavar="RUN",
-        help="fit the speed of each phase to the runs in these folders",
-    )
-    parser.add_argument(
-        "--out",
-        type=Path,
-        metavar="FILE",
-        default=Path("calibrated.yaml"),
-        help="with --calibrate: the hardware file to write",
-    )
-    parser.add_argument("--search", action="store_true", help="find the layouts of the lowest cost that fit")
-    parser.add_argument("--top", type=_positive, metavar="N", help=f"with --search: layouts to list ({DEFAULT_TOP})")
+    text = "fit the speed of each phase to the runs in these folders"
+    parser.add_argument("--calibrate", nargs="+", type=Path, metavar="RUN", help=text)
+    text = "with --calibrate: the hardware file to write"
+    parser.add_argument("--out", type=Path, metavar="FILE", default=Path("calibrated.yaml"), help=text)
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser
-
-
-def _positive(text: str) -> int:
-    number = int(text)
-    if number < 1:
-        raise argparse.ArgumentTypeError("must be at least 1")
-    return number

@@ -24,8 +24,7 @@ from megarl.ops.plan.estimate import Estimate, Shortfall, changed, estimate, sho
 from megarl.ops.plan.flops import lengths_of
 from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedRole, planned_job
-from megarl.ops.plan.memory import plan_memory
-from megarl.ops.plan.search import (
+from megarl.ops.plan.layouts import (
     CP,
     EP,
     PP,
@@ -37,6 +36,7 @@ from megarl.ops.plan.search import (
     least_bytes,
     longest_sequence,
 )
+from megarl.ops.plan.memory import plan_memory
 from megarl.workers.settings import check_role
 
 Config = TrainConfig | SupervisedConfig
@@ -44,7 +44,7 @@ Changes = Mapping[str, Any]
 
 _CHEAPEST = "lowest cost of those that fit"
 _BUDGETED = (ACTOR, CRITIC, REWARD_MODEL)  # sections with a token budget
-RECOMPUTE, CHUNKS = "recompute_granularity", "virtual_pipeline_model_parallel_size"
+RECOMPUTE = "recompute_granularity"
 _SIZES = (TP, PP, CP, EP, "expert_tensor_parallel_size", "data_parallel_size", *STAGES)
 _DERIVED = ("replicas", "log_prob_max_token_len_per_gpu")  # keys that follow the sizes unless they are set by hand
 _OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("grad", "optimizer"), ("grad", "optimizer", "param"))
@@ -182,8 +182,6 @@ class _Choice:
             sizes = {path.rpartition(".")[2]: value for path, value in changes.items()}
             experts, replica = sizes.get(EP, 1), sizes[TP] * sizes[PP] * sizes[CP]
             nodes = max(1, experts // per_node)
-            if sizes.get(CHUNKS) and CHUNKS not in fixed:
-                continue
             megatron = replace(role.megatron, **{"data_parallel_size": devices // replica, **sizes})
             if not _is_valid(role.model, megatron, role.path):
                 continue

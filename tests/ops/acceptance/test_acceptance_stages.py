@@ -75,7 +75,6 @@ def test_archive_has_reports_and_logs_but_no_models(accepted):
     with tarfile.open(folder.with_suffix(".tgz")) as archive:
         names = set(archive.getnames())
     assert {f"{stage}.{kind}" for stage in STAGES for kind in ("json", "log")} | {"results.md"} <= names
-    assert {"profile_update.txt", "profile_log_probs.txt", "profile_generation.txt"} <= names
     outputs = [name for name in names if name.startswith("scratch/")]
     assert {Path(name).name for name in outputs} >= {"output.txt", "metrics.jsonl", "driver.log"}
     assert not [name for name in names if name.endswith((".safetensors", ".parquet", ".distcp"))]
@@ -102,21 +101,22 @@ def test_tables_replace_those_of_a_page(accepted, warm_python, tmp_path):
 
 
 def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path, warm_python):
-    run = check(tmp_path, "--stages", "fp8", "--limit", "0.2")  # less than the imports of a new process
+    arguments = ("--stages", "offload", "--checks", "pinned")
+    run = check(tmp_path, *arguments, "--limit", "0.2")  # less than the imports of a new process
     assert run.returncode == 1
     assert "ended after the limit of 0 s; the same command continues" in run.stdout
-    run = check(tmp_path, "--stages", "fp8", python=warm_python)
+    run = check(tmp_path, *arguments, python=warm_python)
     assert run.returncode == 0, run.stdout
-    assert "process of the stage" not in rows(tmp_path, "fp8")
+    assert "process of the stage" not in rows(tmp_path, "offload")
 
 
 def test_checks_by_name_leave_the_others_to_a_later_run(tmp_path, warm_python):
-    arguments = ("--stages", "fp8", "--checks")
-    run = check(tmp_path, *arguments, "product", python=warm_python)
+    arguments = ("--stages", "offload", "--checks")
+    run = check(tmp_path, *arguments, "pinned copy to the host", python=warm_python)
     assert run.returncode == 0, run.stdout
-    assert list(rows(tmp_path, "fp8")) == ["torch's scaled product"]
-    check(tmp_path, *arguments, "", python=warm_python)
-    assert list(rows(tmp_path, "fp8")) == ["torch's scaled product", "linear layer of Transformer Engine", "training"]
+    assert list(rows(tmp_path, "offload")) == ["pinned copy to the host"]
+    check(tmp_path, *arguments, "pinned", python=warm_python)
+    assert list(rows(tmp_path, "offload")) == ["pinned copy to the host", "pinned copy to the device"]
     run = check(tmp_path, *arguments, "(", python=warm_python)
     assert run.returncode == 2 and run.stderr.endswith("[acceptance.checks-pattern]\n")
 
@@ -126,7 +126,7 @@ def test_unknown_stage_and_absent_gpu_are_refused(tmp_path, warm_python):
     assert (run.returncode, run.stdout) == (2, "")
     assert "'paritty'" in run.stderr and run.stderr.endswith("[acceptance.unknown-stage]\n")
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    run = check(tmp_path, "--device", "cuda", "--stages", "fp8", python=warm_python, env=hidden)
+    run = check(tmp_path, "--device", "cuda", "--stages", "offload", python=warm_python, env=hidden)
     assert run.returncode == 2 and run.stderr.endswith("[acceptance.no-cuda]\n")
 
 

@@ -1,19 +1,21 @@
 """Chosen layouts fit and pass all checks; smaller model parallelism does not fit, and values set by hand stay."""
 
+from contextlib import suppress
 from dataclasses import replace
 
 import pytest
-from planned_jobs import MODELS
+from planned_jobs import MODELS, megatron, train_config
 from support.expected_errors import raises
 
 from megarl.config import PreferenceConfig, SFTConfig, TrainConfig
-from megarl.config.compose import ConfigRequest, compose, compose_draft
+from megarl.config.compose import ConfigRequest, compose
 from megarl.config.keys import value_at
-from megarl.config.problems import format_value
+from megarl.config.problems import InvalidConfigError, format_value
 from megarl.ops.plan.estimate import shortfalls, usable_bytes
 from megarl.ops.plan.hardware import read_hardware
 from megarl.ops.plan.job import planned_job
-from megarl.ops.plan.layout_choice import NothingFitsError, choose_layout
+from megarl.ops.plan.layout_choice import AutomaticLayout, NothingFitsError, choose_layout
+from megarl.ops.plan.layouts import initial_changes, layouts
 from megarl.ops.plan.memory import plan_memory
 
 ACTOR = "actor_rollout_ref.actor.megatron"
@@ -27,9 +29,22 @@ def request(schema, name, model, *extra):
     return ConfigRequest(schema, name, ("data.train_files=none", f"{path}={MODELS / model}", *engine, *extra))
 
 
+def draft(requested):
+    """Return the configuration from which ``layout=auto`` chooses: its layouts and batches may not divide."""
+    built = []
+
+    def choose(build, _):
+        built.append(build({}))
+        return AutomaticLayout((), None)
+
+    with suppress(InvalidConfigError):
+        compose(replace(requested, overrides=(*requested.overrides, "layout=auto")), choose)
+    return built[0]
+
+
 def chosen(requested, fixed=(), hardware="h100"):
     keys = {"trainer.nnodes", "trainer.n_gpus_per_node", *fixed}
-    return choose_layout(compose_draft(requested), keys, read_hardware(hardware))
+    return choose_layout(draft(requested), keys, read_hardware(hardware))
 
 
 def applied(requested, layout):
@@ -113,3 +128,23 @@ def test_what_no_layout_solves_is_the_error_of_the_configuration():
         chosen(request(TrainConfig, "grpo", "Qwen2.5-7B", f"{TP}=3"), by_hand)
     with raises("batch.mini-batch-size", " 7 (actor_rollout_ref.actor.ppo_mini_batch_size)"):
         chosen(request(TrainConfig, "grpo", "Qwen2.5-7B", "actor_rollout_ref.actor.ppo_mini_batch_size=7"))
+
+
+def test_uneven_layers_shorten_the_last_stage():
+    config = train_config("DeepSeek-V3", megatron(8, 1), nodes=8)
+    eight = [sizes for sizes in layouts(planned_job(config).role("actor"), 64, 8, 2048) if sizes[PP] == 8]
+    assert eight and all(sizes[f"{ACTOR}.num_layers_in_last_pipeline_stage"] == 61 - 7 * 8 for sizes in eight)
+
+
+def test_initial_sizes_divide_more_devices_than_the_mini_batch_has_samples():
+    """With TP1 PP1 the 128 ranks of 16 nodes are more than the 64 samples of a mini-batch."""
+    batches = ("data.train_batch_size=256", "actor_rollout_ref.actor.ppo_mini_batch_size=64")
+    alone = ("actor_rollout_ref.rollout.n=1", "algorithm.adv_estimator=reinforce_plus_plus")
+    requested = request(TrainConfig, "grpo", "Qwen2.5-7B", *batches, *alone, "trainer.nnodes=16")
+    with raises("batch.samples-per-rank", "128"):
+        compose(requested)
+    changes = initial_changes(draft(requested), read_hardware("h100"))
+    assert changes[TP] * changes[PP] == 2
+    compose(
+        replace(requested, overrides=(*requested.overrides, *(f"{k}={format_value(v)}" for k, v in changes.items())))
+    )
