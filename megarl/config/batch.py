@@ -133,17 +133,11 @@ def token_store_bytes(config: TrainConfig, teacher_hidden: int = 0) -> int:
         config.async_training.mode != SYNC,
         algorithm.rollout_correction.rollout_is is not None,
     )
-    per_token = _RESPONSE_TOKEN_BYTES + 4 * sum(further) + _teacher_bytes(config, teacher_hidden)
+    per_token = _RESPONSE_TOKEN_BYTES + 4 * sum(further)
+    if config.distillation.enabled:  # hidden state, top tokens with log-probs, or one log-prob
+        per_token += teacher_hidden or 8 * config.distillation.distillation_loss.teacher_topk or 4
     samples = data.train_batch_size * config.responses_per_prompt
     return samples * (data.max_prompt_length * _PROMPT_TOKEN_BYTES + data.max_response_length * per_token)
-
-
-def _teacher_bytes(config: TrainConfig, hidden: int) -> int:
-    """Return the bytes of a teacher's columns per response token: hidden state, top tokens, or one log-prob."""
-    if not config.distillation.enabled:
-        return 0
-    topk = config.distillation.distillation_loss.teacher_topk
-    return hidden or 8 * topk or 4
 
 
 def reward_micro_batches(config: ScoredJobConfig) -> MicroBatches:

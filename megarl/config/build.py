@@ -40,7 +40,6 @@ def build(
     The modules of ``model.external_lib`` are imported, because they may register names that the configuration uses.
 
     Args:
-        schema: class of the job, see :data:`megarl.config.schema.jobs.JobConfig`; it holds every default.
         values: values that differ from the defaults; interpolations may refer to any key.
         files_root: folder of files without an explicit path; None = ``outputs/<experiment_name>``.
         overridden: keys of the command line, see :func:`~megarl.config.verl.adopt.adopt`.
@@ -98,10 +97,7 @@ def _external_problems(config: JobConfig) -> Iterator[Problem]:
 
 
 def read(schema: type, values: Mapping[str, Any], problems: Sequence[Problem] = ()) -> Any:
-    """Read values into any class whose fields are declared with :func:`~megarl.config.keys.key`.
-
-    Args:
-        values: nested plain values that differ from the defaults.
+    """Read nested plain values into any class whose fields are declared with :func:`~megarl.config.keys.key`.
 
     Raises:
         InvalidConfigError: a key is unknown or missing, or its value has the wrong type or violates its limits.
@@ -213,7 +209,8 @@ def _value(item: Key, value: Any, path: str) -> tuple[Any, Problem | None]:
         return None, Problem(path, value, text, doc=item.doc, code="config.required-key")
     if value == AUTO and item.accepts_auto:
         return None, None
-    if value == AUTO and _has_no_auto(item):
+    is_text = item.annotation in (str, list[str]) and not item.optional
+    if value == AUTO and not is_text and AUTO not in item.limits.choices:  # it may be a text, or a choice
         text = f"has no auto; it must be {_expected(item)}"
         return None, Problem(path, value, text, doc=item.doc, code="config.no-auto")
     if item.is_list and isinstance(value, str | int | float):
@@ -230,12 +227,6 @@ def _value(item: Key, value: Any, path: str) -> tuple[Any, Problem | None]:
     complaint = item.limits.complaint(converted)
     problem = Problem(path, value, complaint, doc=item.doc, code="config.value-out-of-limits") if complaint else None
     return converted, problem
-
-
-def _has_no_auto(item: Key) -> bool:
-    """Whether ``auto`` is a mistake. It may be a text, or a choice of a key that follows no other."""
-    is_text = item.annotation in (str, list[str]) and not item.optional
-    return not is_text and AUTO not in item.limits.choices
 
 
 def unknown_key(path: str, value: Any, valid: list[str]) -> Problem:
@@ -268,14 +259,12 @@ COMMAND_LINE, FILE, DERIVED, PLANNED = "command line", "file", "derived", "layou
 class ChangedKey(NamedTuple):
     """A key whose value is not the schema's default.
 
-    Attributes:
-        value: value in the run, in its stored form.
-        origin: ``command line``; ``file``, the named YAML file or one of its defaults; ``layout=auto``; or ``derived``
-            from other keys, for keys that are ``auto`` in the schema; not for inherited ones.
+    The origin is ``command line``; ``file``, the named YAML file or one of its defaults; ``layout=auto``; or
+    ``derived`` from other keys, for keys that are ``auto`` in the schema.
     """
 
     key: str
-    value: Any
+    value: Any  # in its stored form
     default: Any
     origin: str
 
@@ -289,13 +278,12 @@ def changed_keys(
     """List the keys that differ from the schema's defaults, with the origins of their values.
 
     Args:
-        config: complete, as :func:`megarl.config.build.build` returns it.
-        values: the values it was built from: files and command line.
+        values: the values that the configuration was built from: files and command line.
         overrides: of the command line, in Hydra's syntax.
         planned: keys that ``layout=auto`` chose.
     """
     schema: Any = type(config)
-    named = {table_of(schema).current_name(path) for path in overridden_keys(overrides)}
+    named = {table_of(schema).current_name(text.split("=", 1)[0].lstrip("+~")) for text in overrides}
     plain: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     composed = dict(leaves(plain))
     schema_defaults, layouts = dict(leaves(defaults(schema))), tuple(inheriting_sections(schema, plain))
@@ -308,11 +296,6 @@ def changed_keys(
             if origin != DERIVED or not key.startswith(layouts):  # an inherited key is no news
                 changed.append(ChangedKey(key, stored, default, origin))
     return changed
-
-
-def overridden_keys(overrides: Iterable[str]) -> set[str]:
-    """Return the keys that overrides name, as they are written."""
-    return {text.split("=", 1)[0].lstrip("+~") for text in overrides}
 
 
 def _origin(key: str, named: set[str], *, in_file: bool) -> str:

@@ -52,18 +52,12 @@ _RUN_FOLDER = "outputs/${trainer.experiment_name}/${now:%Y-%m-%d_%H-%M-%S}"
 
 @dataclass(frozen=True)
 class ConfigRequest(Generic[JobT]):
-    """The configuration that a command line requests.
-
-    Attributes:
-        config_name: YAML file, without its suffix.
-        overrides: in Hydra's syntax, ``key=value``.
-        config_dir: folder to search before megarl's ``configs/``.
-    """
+    """The configuration that a command line requests."""
 
     schema: type[JobT]
-    config_name: str
-    overrides: tuple[str, ...] = ()
-    config_dir: str | None = None
+    config_name: str  # YAML file, without its suffix
+    overrides: tuple[str, ...] = ()  # in Hydra's syntax, `key=value`
+    config_dir: str | None = None  # folder to search before megarl's `configs/`
 
 
 def compose(request: ConfigRequest[JobT], choose: LayoutChooser | None = None) -> JobT:
@@ -88,37 +82,23 @@ class ChosenLayout(Protocol):
 
 
 class ComposedRun(NamedTuple, Generic[JobT]):
-    """A run before its start.
+    """A run before its start."""
 
-    Attributes:
-        config: typed, complete and checked.
-        values: the values it was built from.
-        folder: absolute path of the run's folder, which may not exist yet.
-        notes: one line for each key of the files or the command line that has another name in megarl, or no effect.
-        layout: the chosen values of ``layout=auto``; None without them.
-    """
-
-    config: JobT
-    values: DictConfig
+    config: JobT  # typed, complete and checked
+    values: DictConfig  # the values it was built from
     overrides: tuple[str, ...]
-    folder: Path
-    notes: list[str]
-    layout: ChosenLayout | None
+    folder: Path  # absolute path of the run's folder, which may not exist yet
+    notes: list[str]  # one line for each key of a file or override that has another name in megarl, or no effect
+    layout: ChosenLayout | None  # the chosen values of `layout=auto`; None without them
 
 
 class ComposedSweep(NamedTuple, Generic[JobT]):
-    """A sweep before its first run.
-
-    Attributes:
-        folder: folder of the sweep, with the folders of its runs.
-        settings: how the runs are chosen and started.
-        runs: all runs in order; for a search one possible run, as the others depend on results.
-    """
+    """A sweep before its first run."""
 
     request: ConfigRequest[JobT]
-    folder: Path
+    folder: Path  # of the sweep, with the folders of its runs
     settings: SweepSettings
-    runs: list[ComposedRun[JobT]]
+    runs: list[ComposedRun[JobT]]  # in order; for a search one possible run, as the others depend on results
 
 
 Changes: TypeAlias = Mapping[str, Any]
@@ -244,10 +224,6 @@ def compose_run_of(
     sweep: ComposedSweep[JobT], overrides: Sequence[str], number: int, choose: LayoutChooser | None = None
 ) -> ComposedRun[JobT]:
     """Compose one run of a sweep; its files without an explicit path go to its own folder.
-
-    Args:
-        sweep: the sweep; its runs may be missing.
-        number: of the run, from 0.
 
     Raises:
         ConfigError: as :func:`compose`, with the overrides of the run.

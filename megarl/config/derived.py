@@ -82,11 +82,7 @@ def without_auto(schema: type, values: Mapping[str, Any], prefix: str = "") -> d
 
 
 def inheriting_sections(schema: type, values: Mapping[str, Any]) -> Iterator[str]:
-    """Yield the paths of the sections that inherit the actor's, with those of all teachers but servers.
-
-    Args:
-        values: nested and plain.
-    """
+    """Yield the paths of the sections that inherit the actor's, with those of all teachers but servers."""
     for path, item in walk(schema):
         if item.section is not None and item.inherits:
             yield path
@@ -97,15 +93,9 @@ def inheriting_sections(schema: type, values: Mapping[str, Any]) -> Iterator[str
 
 
 def inherit(schema: type, values: Mapping[str, Any]) -> set[str]:
-    """Complete the Megatron sections of the roles by the actor's values, in place.
+    """Complete the roles' Megatron sections by the actor's values, in place; return the inherited keys.
 
-    Without an actor, as in evaluation, unset keys have their defaults.
-
-    Args:
-        values: nested and plain, with verl's keys translated.
-
-    Returns:
-        The inherited keys.
+    Verl's keys are translated before. Without an actor, as in evaluation, unset keys have their defaults.
     """
     actors = lookup(values, ACTOR_MEGATRON)
     inherited: set[str] = set()
@@ -151,11 +141,7 @@ def followers(config: JobConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
 
 
 def inheritance_note(config: object, text: str) -> str:
-    """Return the end of a message about a role's layout: where the value comes from, if it is the actor's.
-
-    Args:
-        text: names the key as ``critic.megatron.tensor_model_parallel_size=8``.
-    """
+    """Return the end of a message that names a key as ``critic.megatron.<key>=8``, if the value is the actor's."""
     match = _ROLE_KEY.search(text)
     if match is None or match["section"] == ACTOR_MEGATRON or not isinstance(config, TrainConfig):
         return ""

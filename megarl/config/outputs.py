@@ -45,9 +45,6 @@ def output_files(config: JobConfig) -> dict[str, str]:
 def check_sweep_outputs(configs: Sequence[JobConfig]) -> None:
     """Reject a sweep in which two runs write the same path, except intended replacements and dry runs.
 
-    Args:
-        configs: of all runs; paths that are not set explicitly differ, since each run has its own folder.
-
     Raises:
         ConfigError: names the key, the path, and both runs.
     """

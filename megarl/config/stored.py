@@ -25,11 +25,7 @@ _REFERENCES: ContextVar[Mapping[str, str] | None] = ContextVar("references", def
 
 @contextmanager
 def references_of(config: JobConfig, values: Mapping[str, Any] | DictConfig) -> Iterator[None]:
-    """Store references as they are within the context of a run, in this thread, and redact the run's secrets.
-
-    Args:
-        values: the unresolved values that it was built from.
-    """
+    """Within the context, store a run's references as its unresolved values have them, and redact its secrets."""
     raw = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
     assert isinstance(raw, Mapping)
     current_name = table_of(type(config)).current_name

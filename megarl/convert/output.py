@@ -235,11 +235,8 @@ def _safetensors(name: str, tensors: list[str], selection: Selection) -> FilePla
 def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
     """Plan a role checkpoint with weights only, in the format of :mod:`megarl.megatron.checkpoint.sharded`.
 
-    Args:
-        selection: tensors to write, in one dtype, except weights that the model keeps in float32 (in any dtype).
-
     Raises:
-        CheckpointError: the tensors have several dtypes.
+        CheckpointError: the tensors have several dtypes, besides weights that the model keeps in float32.
     """
     trained = {dtype for name, dtype in selection.dtypes.items() if name not in selection.float32}
     mixed = trained - {selection.dtype, torch.float32}
@@ -322,10 +319,8 @@ Report = Callable[[int], None]  # called with the number of bytes done, from any
 def in_parallel(work: Callable[[_T, Scratch], None], items: Iterable[_T], workers: int) -> None:
     """Call ``work`` for every item, started in order; the first error stops further items and is raised.
 
-    Args:
-        work: receives an item and its worker's scratch memory.
-        items: taken one at a time, whenever a worker is free.
-        workers: number of threads; reading, writing and copying release the interpreter lock.
+    ``work`` receives an item and its worker's scratch memory. Reading, writing and copying release the interpreter
+    lock.
     """
     iterator, lock, stop = iter(items), threading.Lock(), threading.Event()
 
@@ -421,15 +416,7 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
 
 @contextlib.contextmanager
 def progress(title: str, total: int, done: int = 0, show: bool = True) -> Iterator[Report]:
-    """Show a progress bar on stderr, if it is a terminal.
-
-    Args:
-        total: total bytes.
-        done: bytes done before.
-
-    Yields:
-        A function that adds a number of bytes, from any thread.
-    """
+    """Show a progress bar of bytes on stderr, if it is a terminal; yields a function for any thread that adds some."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
                TextColumn("left"), TimeRemainingColumn())  # fmt: skip
     console = Console(stderr=True)

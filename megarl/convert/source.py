@@ -268,12 +268,10 @@ class MergedView(TensorView):
 def with_base(
     source: CheckpointSource, base: CheckpointSource, views: Mapping[str, TensorView], options: LoraOptions
 ) -> CheckpointSource:
-    """Return a checkpoint of adapters as the model with the adapters merged.
+    """Return a checkpoint of adapters, still without tensors, as the model with the adapters merged.
 
     Args:
-        source: the checkpoint, without tensors.
         views: every A, B and M, and a scalar head.
-        options: options of the adapters.
 
     Raises:
         CheckpointError: the adapters are not those of the options, or of another model.
@@ -305,11 +303,7 @@ def _merged(name: str, adapters: AdapterMap, base: CheckpointSource, views: Mapp
 
 
 def base_of_role(path: Path, document: Mapping[str, Any], model: Path | None) -> Path:
-    """Return the folder of the base model of a role's checkpoint.
-
-    Args:
-        document: contents of its ``state.json``.
-        model: folder given by the user; None = the folder that the run had.
+    """Return the base model's folder for a role's checkpoint: the user's ``model``, or the one that the run had.
 
     Raises:
         CheckpointError: the folder does not exist, or has another model.

@@ -220,15 +220,10 @@ _ENUMS, _BACKENDS = "transformer/enums.py", "AttnBackend"
 
 
 class TransformerField(NamedTuple):
-    """A field of Megatron-Core's ``TransformerConfig``, as written in its source.
-
-    Attributes:
-        annotation: its type.
-        default: its default; None if the source has none.
-    """
+    """A field of Megatron-Core's ``TransformerConfig``, as written in its source."""
 
     annotation: ast.expr
-    default: ast.expr | None
+    default: ast.expr | None  # None if the source has none
 
 
 def override_problems(overrides: Mapping[str, Any], *, trains: bool = True) -> Iterator[Problem]:

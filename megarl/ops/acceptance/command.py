@@ -4,14 +4,13 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import re
 import subprocess
 import sys
 import tarfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.base.atomic_write import atomic_write_text
@@ -46,15 +45,9 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(options: argparse.Namespace, started: float) -> int:
-    if options.page is not None:
-        write_tables(options.out, options.page)
-        return 0
     reports = run_stages(_stages(options.stages), options, started)
-    if options.json:
-        print(json.dumps([asdict(report) for report in reports]))
-    else:
-        print("\n".join(line for report in reports for line in ["", *_table(report)]))
-        print(f"\n{count_verdicts(reports)}; all rows, as tables for a page: {options.out / 'results.md'}")
+    print("\n".join(line for report in reports for line in ["", *_table(report)]))
+    print(f"\n{count_verdicts(reports)}; all rows, as tables for a page: {options.out / 'results.md'}")
     failed = any(report.count(Verdict.FAIL) or not report.is_complete for report in reports)
     return EXIT_FAILED if failed else 0
 
@@ -97,22 +90,11 @@ def run_stages(names: Sequence[str], options: argparse.Namespace, started: float
             reports[name].write(options.out)
         for report in _run(group, scale, device, options, limit):
             reports[report.stage] = report
-        atomic_write_text(options.out / "results.md", markdown(_read_reports(options.out)))
+        found = [read_report(options.out, name, size) for name in STAGES for size in ("full", "tiny")]
+        atomic_write_text(options.out / "results.md", markdown(report for report in found if report.results))
         if options.archive is not None:
             write_archive(options.out, options.archive)
     return list(reports.values())
-
-
-def write_tables(folder: Path, page: Path) -> None:
-    """Write the tables of all reports below a page's text, in place of earlier tables."""
-    text = page.read_text(encoding="utf-8").partition("\n### ")[0].rstrip() if page.is_file() else ""
-    atomic_write_text(page, f"{text}\n\n{markdown(_read_reports(folder))}".lstrip())
-
-
-def _read_reports(folder: Path) -> list[StageReport]:
-    """Reports of a folder that have results, in the order of the stages."""
-    found = (read_report(folder, name, scale) for name in STAGES for scale in ("full", "tiny"))
-    return [report for report in found if report.results]
 
 
 def write_archive(folder: Path, archive: Path) -> None:
@@ -154,7 +136,7 @@ class _StageRun:
         command += [] if options.checks is None else ["--checks", options.checks]
         self.started = time.monotonic()
         with self.log.open("w", encoding="utf-8") as errors:
-            self.process = subprocess.Popen(command, stdout=2 if options.json else None, stderr=errors)
+            self.process = subprocess.Popen(command, stderr=errors)
 
     def finish(self, limit: float) -> StageReport:
         """Wait for the process until ``limit`` seconds after its start; returns its report."""
@@ -222,8 +204,6 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--again", action="store_true", help="repeat checks that passed")
     parser.add_argument("--limit", type=float, default=STAGE_LIMIT_S, help=f"seconds of a stage ({STAGE_LIMIT_S:.0f})")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="only write the tables of --out to a Markdown page")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
 

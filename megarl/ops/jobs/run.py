@@ -93,7 +93,7 @@ def layout_notes(run: ComposedRun[Any]) -> list[str]:
     """Describe the chosen values of ``layout=auto``; empty without them."""
     if run.layout is None:
         return []
-    from megarl.ops.plan.automatic import AutomaticLayout, layout_lines
+    from megarl.ops.plan.layout_choice import AutomaticLayout, layout_lines
 
     assert isinstance(run.layout, AutomaticLayout)
     return layout_lines(run.layout)

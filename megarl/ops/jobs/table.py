@@ -78,7 +78,7 @@ def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
 
 def planned_layout(build: Callable[[Changes], Any], fixed: frozenset[str]) -> ChosenLayout:
     """Choose the layout of a run, as :data:`megarl.config.compose.LayoutChooser`."""
-    from megarl.ops.plan.automatic import automatic_layout
+    from megarl.ops.plan.layout_choice import automatic_layout
 
     return automatic_layout(build, fixed)
 

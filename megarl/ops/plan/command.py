@@ -27,10 +27,10 @@ from megarl.config.build import build
 from megarl.config.compose import Changes, ConfigRequest, compose
 from megarl.config.schema.algorithm import SYNC
 from megarl.config.short_flags import add_config_arguments
-from megarl.ops.plan.automatic import AutomaticLayout, automatic_layout, layout_lines
 from megarl.ops.plan.estimate import Estimate, estimate, find_suggestion, overrides_of
 from megarl.ops.plan.flops import Lengths, lengths_of
 from megarl.ops.plan.hardware import Hardware, hardware_for, hardware_of, known_hardware
+from megarl.ops.plan.layout_choice import AutomaticLayout, automatic_layout, layout_lines
 from megarl.ops.plan.report import (
     ReportSection,
     plan_json,

@@ -124,6 +124,12 @@ def shortfalls(job: PlannedJob, memory: MemoryPlan, hardware: Hardware) -> list[
     return result
 
 
+def lacking(job: PlannedJob, hardware: Hardware) -> list[Shortfall]:
+    """Return all shortfalls of memory of a job that has no plan yet."""
+    memory = plan_memory(job, int(usable_bytes(job, hardware)), hardware.devices_per_node)
+    return shortfalls(job, memory, hardware)
+
+
 def changed(config: Config, changes: Mapping[str, Any]) -> Config:
     """Return a copy with values changed by dotted path; derived and inherited values follow.
 
@@ -261,9 +267,7 @@ class _Attempts:
         if key not in self._missing_bytes:
             try:
                 job = planned_job(changed(self.config, changes), device=self.hardware.device)
-                memory = plan_memory(job, int(usable_bytes(job, self.hardware)), self.hardware.devices_per_node)
-                lacking = shortfalls(job, memory, self.hardware)
-                self._missing_bytes[key] = sum(shortfall.missing for shortfall in lacking)
+                self._missing_bytes[key] = sum(shortfall.missing for shortfall in lacking(job, self.hardware))
             except MegarlError:
                 self._missing_bytes[key] = None
         return self._missing_bytes[key]

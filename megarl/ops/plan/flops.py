@@ -1,4 +1,4 @@
-"""FLOPs of the passes of a training step, by layer and pipeline stage, for mean sequence lengths.
+"""FLOPs of the passes of a training step, for mean sequence lengths, and costs by cause.
 
 FLOPs of a layer come from :mod:`megarl.models.sequence_cost`, which also balances ranks: two per weight and token, plus
 those of half of all token pairs in causal attention. For a dense model with as many key-value heads as query heads,
@@ -17,6 +17,7 @@ from megarl.base.errors import ConfigError
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.models import ModelConfig
 from megarl.models.sequence_cost import SequenceCost, head_cost, layer_cost
+from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedRole
 
 
@@ -187,3 +188,47 @@ def _costs(model: ModelConfig) -> list[SequenceCost]:
         if flag not in kinds:
             kinds[flag] = layer_cost(model, layer)
     return [kinds[flag] for flag in flags]
+
+
+class Cost(NamedTuple):
+    """Cost by cause."""
+
+    compute: float = 0.0  # matrix products and attention
+    memory: float = 0.0  # reading weights, optimizer steps, and the KV cache, where that takes longer than computing
+    parallel: float = 0.0  # collectives and sends between tensor, context, expert and pipeline parallel ranks
+    bubble: float = 0.0  # pipeline bubble
+    data: float = 0.0  # gradient reduction and weight gather between data-parallel ranks
+    host: float = 0.0  # copies of offloaded states
+    latency: float = 0.0  # latencies, independent of sizes
+    transfer: float = 0.0  # weight sync
+
+    @property
+    def total(self) -> float:
+        """Sum over all causes."""
+        return sum(self)
+
+    def plus(self, other: Cost) -> Cost:
+        """Return the sum of two costs, by cause."""
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Cost:
+        """Return the cost multiplied by a factor."""
+        return Cost(*(factor * value for value in self))
+
+
+class PhaseCost(NamedTuple):
+    """Cost of a phase over all samples of a training step."""
+
+    phase: str
+    cost: Cost  # cost by cause; seconds, if the hardware is calibrated
+    flops: float  # model FLOPs, over all devices
+    devices: int  # number of devices of the phase: those of its roles' pool
+
+    @classmethod
+    def of(cls, phase: str, at_peak: Cost, flops: float, devices: int, hardware: Hardware) -> PhaseCost:
+        """Return the cost of a phase from its cost at peak speeds."""
+        return cls(phase, at_peak.times(1 / hardware.efficiency(phase)), flops, devices)
+
+    def plus(self, other: PhaseCost) -> PhaseCost:
+        """Return the cost of two passes of this phase, one after the other."""
+        return self._replace(cost=self.cost.plus(other.cost), flops=self.flops + other.flops)

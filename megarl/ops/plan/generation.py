@@ -13,10 +13,9 @@ from megarl.base.formatting import DTYPE_BYTES
 from megarl.config.schema.jobs import ROLLOUT
 from megarl.models import ModelConfig
 from megarl.models.sequence_cost import sequence_cost
-from megarl.ops.plan.flops import Lengths, layers_elements
+from megarl.ops.plan.flops import Cost, Lengths, PhaseCost, layers_elements
 from megarl.ops.plan.hardware import CollectiveGroup, Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedRollout
-from megarl.ops.plan.pass_costs import Cost, PhaseCost
 from megarl.ops.plan.states import FLOAT32
 from megarl.rollout.sglang.memory import FRACTION, FreeMemory, default_fraction, shared_fraction
 

@@ -17,8 +17,8 @@ from megarl.base.formatting import GIB, count_noun, gib, gigabytes, metric_count
 from megarl.config.batch import render_plan
 from megarl.config.schema.jobs import POOL_OWNERS
 from megarl.ops.plan.estimate import HOST_SHARE, Changes, Estimate, overrides_of
+from megarl.ops.plan.flops import Cost
 from megarl.ops.plan.memory import Component, RoleMemory
-from megarl.ops.plan.pass_costs import Cost
 from megarl.ops.plan.step_costs import StepCost, SyncTraffic
 
 CAUSES = {

@@ -90,16 +90,6 @@ def test_settled_stages_are_not_repeated_and_the_budget_ends_the_others(accepted
     ]
 
 
-def test_tables_replace_those_of_a_page(accepted, warm_python, tmp_path):
-    folder, _ = accepted
-    page = tmp_path / "page.md"
-    page.write_text("# Results\n\nText.\n\n### old\n\n| row |\n", encoding="utf-8")
-    assert check(folder, "--page", str(page), python=warm_python).returncode == 0
-    text, _, tables = page.read_text(encoding="utf-8").partition("\n### ")
-    assert text == "# Results\n\nText.\n"
-    assert "### " + tables == (folder / "results.md").read_text(encoding="utf-8") and "### old" not in tables
-
-
 def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path, warm_python):
     arguments = ("--stages", "offload", "--checks", "pinned")
     run = check(tmp_path, *arguments, "--limit", "0.2")  # less than the imports of a new process
