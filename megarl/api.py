@@ -183,7 +183,6 @@ class Run:
 
 
 def _words(config: str | Path | None, overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Return the words of a command line."""
     words = []
     if config is not None:
         path = Path(config)

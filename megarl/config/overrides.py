@@ -192,7 +192,7 @@ _READING: ContextVar[_Reading] = ContextVar("reading")
 
 @contextmanager
 def reading_files(schema: type) -> Iterator[list[str]]:
-    """Let Hydra read the YAML files of a job; yields a line for each name in them that is not megarl's."""
+    """Let Hydra read the YAML files of a job; yields a line for each foreign name in them."""
     Plugins.instance().register(TextConfigSource)
     reading = _Reading(schema, [])
     token = _READING.set(reading)

@@ -144,7 +144,6 @@ def runs_of(overrides: Sequence[Override], folders: Sequence[Path], *, is_search
 
 
 def _words(override: Override, folders: Sequence[Path], is_search: bool) -> Iterator[str]:
-    """Yield an override with each of its values."""
     value, text = override.value(), str(override.input_line)
     if not override.is_sweep_override():
         yield text

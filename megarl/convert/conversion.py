@@ -112,7 +112,6 @@ def _write_small(folder: Path, plan: OutputPlan, source: CheckpointSource) -> No
 
 
 def _check_separate(source: CheckpointSource, destination: Path) -> None:
-    """Raise if the destination contains the source."""
     target = destination.resolve()
     for path in (source.path.resolve(), source.companions.resolve()):
         if target == path or target in path.parents:

@@ -35,7 +35,6 @@ from megarl.convert.source import (
     options_of_folder,
     options_of_role,
     quantized_expert_view,
-    read_document,
     stored_tensors,
     whole_view,
     with_base,
@@ -80,7 +79,7 @@ def open_source(path: str | Path, model: str | Path | None = None, role: str | N
     companions = _find_model(folder, given)
     config = read_model_config(companions)
     if (folder / STATE_FILE).is_file():
-        return _with_carried(open_role(folder, config, companions, given), _initial_folder(folder))
+        return open_role(folder, config, companions, given)
     return _with_carried(open_torch_dist(folder, config, companions))
 
 
@@ -241,7 +240,6 @@ def open_hugging_face(path: Path) -> CheckpointSource:
 
 
 def _view(name: str, entry: TensorEntry) -> TensorView:
-    """View of a tensor of the weight map in a folder."""
     if entry.expert is None:
         return whole_view(name, _stored(name, entry))
     assert entry.whole is not None
@@ -261,13 +259,6 @@ def _stored(name: str, entry: TensorEntry) -> StoredTensor:
 def _stored_as(name: str, entry: TensorEntry, dtype: torch.dtype) -> StoredTensor:
     chunk = Chunk((0,) * len(entry.shape), entry.shape, entry.file, entry.offset)
     return StoredTensor(name, entry.shape, dtype, (chunk,))
-
-
-def _initial_folder(path: Path) -> Path | None:
-    """Return the folder of the initial model that a role's checkpoint names; it may not exist on this machine."""
-    document = read_document(path / STATE_FILE)
-    initial = document.get("initial") or (document.get("base") or {}).get("path")
-    return Path(initial) if isinstance(initial, str) else None
 
 
 def _with_carried(source: CheckpointSource, initial: Path | None = None) -> CheckpointSource:
@@ -314,50 +305,48 @@ def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | N
     """Open the checkpoint of a megarl role, saved in any layout.
 
     Args:
-        path: the folder with ``state.json``.
         companions: folder with the model's config and tokenizer.
         model: base model of a checkpoint of adapters; None = the folder that the run had.
 
     Raises:
         CheckpointError: a file is missing, malformed or truncated, or the tensors do not fit the model.
     """
-    facts = _state_facts(path)
+    document, facts = _read_state(path / STATE_FILE)
+    initial = document.get("initial") or (document.get("base") or {}).get("path")
     index = read_index(path)
     keys = [key for key in index.state_dict_metadata if key.startswith(WEIGHT)]
     stored = {t.name.removeprefix(WEIGHT): t for t in stored_tensors(path, index, keys).values()}
     shaped = config
     if SCORE[0] in stored and SCORE[1] not in stored:
         shaped = without_head_bias(config)
-    document = read_document(path / STATE_FILE)
     if document.get("lora"):
         views = {name: whole_view(name, tensor) for name, tensor in stored.items()}
         bare = CheckpointSource(path, MEGARL, shaped, companions, {}, facts=facts)
         base = open_hugging_face(base_of_role(path, document, model))
         source = with_base(bare, base, views, options_of_role(document))
-        source.check_files()
-        return source
-    expected = WeightMap(shaped, value_head=SCORE[0] in stored).hf_shapes()
+    else:
+        expected = WeightMap(shaped, value_head=SCORE[0] in stored).hf_shapes()
+        _check_shapes(path, stored, expected, companions)
+        views = {name: whole_view(name, stored[name]) for name in expected}
+        state = tuple(sorted({key.partition("/")[0] for key in index.state_dict_metadata} - {"weight"}))
+        source = CheckpointSource(path, MEGARL, config, companions, views, state=state, facts=facts)
+    source.check_files()
+    return _with_carried(source, Path(initial) if isinstance(initial, str) else None)
+
+
+def _check_shapes(
+    path: Path, stored: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], companions: Path
+) -> None:
     for name in [*expected, *stored]:
         if name not in stored or expected.get(name) != stored[name].shape:
             actual = f"has shape {list(stored[name].shape)}" if name in stored else "is absent"
             expected_shape = f"of shape {list(expected[name])}" if name in expected else "not part of the model"
             text = f"checkpoint {path}: tensor '{name}' {actual}; by {companions}/config.json it is {expected_shape}"
             raise CheckpointError(text, code="convert.config-mismatch")
-    source = CheckpointSource(
-        path,
-        MEGARL,
-        config,
-        companions,
-        {name: whole_view(name, stored[name]) for name in expected},
-        state=tuple(sorted({key.partition("/")[0] for key in index.state_dict_metadata} - {"weight"})),
-        facts=facts,
-    )
-    source.check_files()
-    return source
 
 
-def _state_facts(path: Path) -> dict[str, Any]:
-    file = path / STATE_FILE
+def _read_state(file: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Read and check a role's ``state.json``; return it, and its facts for reports."""
     try:
         document = parse_json(file.read_text(encoding="utf-8"))
         if document["format"] != STATE_FORMAT:
@@ -367,7 +356,7 @@ def _state_facts(path: Path) -> dict[str, Any]:
         if document.get("lora"):
             options_of_role(document)
             ModelIdentity(**document["base"])
-        return {
+        return document, {
             "saved by": f"megarl {document['megarl_version']} in {layout}",
             "dtype": document["dtype"],
             "optimizer steps": document["steps"],

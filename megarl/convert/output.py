@@ -416,7 +416,7 @@ def _write(descriptor: int, content: memoryview, offset: int) -> None:
 
 @contextlib.contextmanager
 def progress(title: str, total: int, done: int = 0, show: bool = True) -> Iterator[Report]:
-    """Show a progress bar of bytes on stderr, if it is a terminal; yields a function for any thread that adds some."""
+    """Show a progress bar of bytes on a terminal's stderr; yields a function that adds some, from any thread."""
     columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
                TextColumn("left"), TimeRemainingColumn())  # fmt: skip
     console = Console(stderr=True)

@@ -16,7 +16,6 @@ from torch.distributed.checkpoint.metadata import Metadata, TensorStorageMetadat
 
 from megarl.base.checkpoint_files import INDEX
 from megarl.base.errors import CheckpointError
-from megarl.base.json_text import parse_json
 from megarl.convert.stored import Chunk, Files, Scratch, StoredTensor, TensorView, ViewRegion
 from megarl.models import ModelConfig, WeightMap, hf_folder
 from megarl.models.adapters import AdapterMap, LoraOptions, magnitude_name
@@ -344,9 +343,3 @@ def options_of_role(document: Mapping[str, Any]) -> LoraOptions:
     """Read the options of the adapters of a role's checkpoint, from its ``state.json``."""
     stored = document["lora"]
     return LoraOptions(**{**stored, "targets": tuple(stored["targets"]), "excludes": tuple(stored["excludes"])})
-
-
-def read_document(path: Path) -> Mapping[str, Any]:
-    """Read a ``state.json``, which has been checked."""
-    document: Mapping[str, Any] = parse_json(path.read_text(encoding="utf-8"))
-    return document

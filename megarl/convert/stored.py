@@ -89,7 +89,6 @@ def _saved_tensor(archive: BinaryIO, entry: zipfile.ZipInfo, tensor: _Tensor) ->
 
 
 def _start(archive: BinaryIO, entry: zipfile.ZipInfo) -> int:
-    """Return the offset of an entry's content."""
     if entry.compress_type != zipfile.ZIP_STORED:
         text = f"'{entry.filename}' is compressed, which is not supported"
         raise CheckpointError(text, code="checkpoint.compressed-file")

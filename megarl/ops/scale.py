@@ -64,7 +64,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bounds(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the fewest and the most replicas of a run."""
     rollout = config.get("actor_rollout_ref", {}).get("rollout", {})
     least = rollout.get("min_replicas")
     if least is None:

@@ -142,7 +142,6 @@ class _Pool(NamedTuple):
 
 
 def _pool(keys: OwnDevicesConfig | None, path: str, trainer: RunConfig) -> _Pool:
-    """The devices of a role: its own, or the trainer's."""
     return _keyed_pool(path, keys.nnodes, keys.n_gpus_per_node or 1) if keys and keys.nnodes else _trainers(trainer)
 
 

@@ -262,7 +262,6 @@ def sync_before_watchdog(config: TrainConfig) -> Iterator[Problem]:
 
 
 def _is_number(value: object) -> TypeGuard[float]:
-    """Whether a value is a finite number."""
     return isinstance(value, int | float) and not isinstance(value, bool) and math.isfinite(value)
 
 

@@ -10,7 +10,7 @@ from __future__ import annotations
 import ast
 import difflib
 import importlib.util
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -239,7 +239,6 @@ def override_problems(overrides: Mapping[str, Any], *, trains: bool = True) -> I
 
 
 def _problem(name: str, path: str, value: Any, fields: Mapping[str, TransformerField]) -> Problem | None:
-    """The problem of a field that cannot have a value."""
     if name in OWNED:
         return Problem(path, value, f"cannot be set: {OWNED[name]}", code="config.owned-transformer-field")
     if not fields:
@@ -252,8 +251,9 @@ def _problem(name: str, path: str, value: Any, fields: Mapping[str, TransformerF
     field = fields[name]
     if name in SUPPORTED:
         reason = REJECTED_VALUES.get(name, {}).get(value) if isinstance(value, str) else None
-        text = f"cannot be {format_value(value)}: that {reason}" if reason else f"must be {_describe(name, field)}"
-        is_wrong = reason or not _fits(name, field, value)
+        fits, kind = _kind(name, field)
+        text = f"cannot be {format_value(value)}: that {reason}" if reason else f"must be {kind}"
+        is_wrong = reason or not fits(value)
         return Problem(path, value, text, code="config.transformer-field-value") if is_wrong else None
     if _is_default(field, value):
         return None
@@ -299,22 +299,13 @@ def _class_body(file: str, name: str) -> list[ast.stmt]:
     return []
 
 
-def _fits(name: str, field: TransformerField, value: Any) -> bool:
-    """Whether a value has the type of a supported field."""
+def _kind(name: str, field: TransformerField) -> tuple[Callable[[Any], bool], str]:
+    """Return the check of a supported field's values, and their description."""
     if name in BALANCE_RATES:
-        return isinstance(value, int | float) and not isinstance(value, bool) and value >= 0
+        return lambda value: type(value) in (int, float) and value >= 0, "a number of at least 0"
     if name == _BALANCING:
-        return value in BALANCING_TYPES
-    return value in attention_backends() if ast.unparse(field.annotation) == _BACKENDS else isinstance(value, bool)
-
-
-def _describe(name: str, field: TransformerField) -> str:
-    if name in BALANCE_RATES:
-        return "a number of at least 0"
-    if name == _BALANCING:
-        return f"one of {', '.join(BALANCING_TYPES)}"
-    text = ast.unparse(field.annotation)
-    if text != _BACKENDS:
-        return text
-    refused = REJECTED_VALUES["attention_backend"]
-    return f"one of {', '.join(name for name in attention_backends() if name not in refused)}"
+        return BALANCING_TYPES.__contains__, f"one of {', '.join(BALANCING_TYPES)}"
+    if (text := ast.unparse(field.annotation)) != _BACKENDS:
+        return lambda value: isinstance(value, bool), text
+    names = [name for name in attention_backends() if name not in REJECTED_VALUES["attention_backend"]]
+    return attention_backends().__contains__, f"one of {', '.join(names)}"

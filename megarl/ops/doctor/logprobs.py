@@ -341,7 +341,6 @@ def retokenized(dump: RolloutDump, folder: str | Path) -> int | None:
 
 
 def _generated(dump: RolloutDump, name: str) -> np.ndarray:
-    """One side's log-probs of the generated tokens of all rows."""
     rows: list[np.ndarray] = getattr(dump, name)
     kept = [values[mask.astype(bool)] for values, mask in zip(rows, dump.generated, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)

@@ -160,7 +160,6 @@ def _submit(
 
 
 def _compare(folder: Path, results: Sequence[RunResult], minimize: bool) -> None:
-    """Compare the runs of a sweep in a table and a report."""
     save_sweep(folder, results, minimize)
     print(sweep_table(results, minimize))
     try_page("comparison", folder, _comparison)

@@ -34,29 +34,25 @@ class Job(NamedTuple):
     doc: str
 
 
+_JOBS = "megarl.trainer.jobs"
 JOBS = {
-    "train": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "reinforcement learning with any configuration"),
-    "grpo": Job(TrainConfig, "grpo", "megarl.trainer.jobs.train", "GRPO: groups of answers, no critic"),
-    "ppo": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "PPO: a critic and generalized advantages"),
-    "distill": Job(TrainConfig, "distill", "megarl.trainer.jobs.train", "on-policy distillation from a teacher"),
-    "sft": Job(SFTConfig, "sft", "megarl.trainer.jobs.sft", "supervised fine-tuning"),
+    "train": Job(TrainConfig, "ppo", f"{_JOBS}.train", "reinforcement learning with any configuration"),
+    "grpo": Job(TrainConfig, "grpo", f"{_JOBS}.train", "GRPO: groups of answers, no critic"),
+    "ppo": Job(TrainConfig, "ppo", f"{_JOBS}.train", "PPO: a critic and generalized advantages"),
+    "distill": Job(TrainConfig, "distill", f"{_JOBS}.train", "on-policy distillation from a teacher"),
+    "sft": Job(SFTConfig, "sft", f"{_JOBS}.sft", "supervised fine-tuning"),
     "reward-model": Job(
-        RewardTrainingConfig,
-        "reward_model",
-        "megarl.trainer.jobs.train_reward_model",
-        "training of a reward model on pairs",
+        RewardTrainingConfig, "reward_model", f"{_JOBS}.train_reward_model", "training of a reward model on pairs"
     ),
     "preference": Job(
         PreferenceConfig,
         "preference",
-        "megarl.trainer.jobs.preference",
+        f"{_JOBS}.preference",
         "preference optimization on pairs (DPO, IPO, SLiC, SimPO)",
     ),
-    "dpo": Job(PreferenceConfig, "preference", "megarl.trainer.jobs.preference", "DPO, the default preference loss"),
-    "evaluate": Job(
-        EvaluateConfig, "evaluate", "megarl.trainer.jobs.evaluate", "mean@N, best@N, maj@N on held-out prompts"
-    ),
-    "generate": Job(GenerateConfig, "generate", "megarl.trainer.jobs.generate", "answers to prompts, without scores"),
+    "dpo": Job(PreferenceConfig, "preference", f"{_JOBS}.preference", "DPO, the default preference loss"),
+    "evaluate": Job(EvaluateConfig, "evaluate", f"{_JOBS}.evaluate", "mean@N, best@N, maj@N on held-out prompts"),
+    "generate": Job(GenerateConfig, "generate", f"{_JOBS}.generate", "answers to prompts, without scores"),
 }
 
 

@@ -249,7 +249,6 @@ def _confirmed(changes: Changes, confirm: Callable[[Changes], Estimate]) -> bool
 
 
 def _speed_cost(changes: Changes) -> int:
-    """Return the rank of a change by its cost in speed."""
     return max(rank for path in changes for rank, words in enumerate(_BY_COST) if path.endswith(words))
 
 

@@ -392,7 +392,6 @@ def _is_valid(model: ModelConfig, megatron: MegatronConfig, path: str) -> bool:
 
 
 def _label(sizes: Changes, path: str) -> str:
-    """Return the sizes of a role in short, such as ``TP4 PP2``."""
     values = {"TP": sizes[f"{path}.{TP}"], "PP": sizes[f"{path}.{PP}"]}
     values |= {"CP": sizes[f"{path}.{CP}"], "EP": sizes.get(f"{path}.{EP}", 1)}
     return " ".join(f"{name}{value}" for name, value in values.items() if value > 1 or name in ("TP", "PP"))

@@ -143,7 +143,7 @@ def least_bytes(job: PlannedJob, role: PlannedRole) -> float:
 
 
 def _stages(layers: int, pp: int) -> Iterator[dict[str, Any]]:
-    """Yield the split of the layers into stages, if there is one: the last stage is shorter if they do not divide."""
+    """Yield the split of the layers into stages, if any; the last stage may be shorter."""
     last = layers - -(-layers // pp) * (pp - 1) if layers % pp else None
     if last is None or last > 0:
         yield {

@@ -335,5 +335,4 @@ def _copied_for_save(role: PlannedRole, states: RankStates) -> int:
 
 
 def _in_chunks(size: int) -> int:
-    """Return the host memory allocated for a number of offloaded bytes."""
     return -(-size // HOST_CHUNK) * HOST_CHUNK

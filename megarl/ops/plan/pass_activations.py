@@ -258,7 +258,6 @@ class LayerBytes:
         return self._norm() + self._normed() + inner
 
     def _gated(self, tokens: int, ffn: int) -> int:
-        """Return the bytes of both halves before the activation, and of its output."""
         return tokens * self.width * 3 * (ffn // self.role.layout.tp)
 
     @property

@@ -61,7 +61,6 @@ def balance_charts(names: Iterable[str]) -> list[dict[str, Any]]:
 
 
 def _map(steps: list[int], values: np.ndarray[Any, Any]) -> dict[str, Any]:
-    """Build one map; ``values`` has shape ``[s, r]``."""
     mean = values.mean(axis=1)
     load = np.divide(values, mean[:, None], out=np.ones_like(values), where=mean[:, None] > 0)
     intervals = np.array_split(np.arange(len(steps)), min(len(steps), MOST_STEPS))

@@ -8,9 +8,10 @@ from support.expected_errors import raises
 
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig
 from megarl.config.build import build
-from megarl.ops.plan import plan_memory, planned_job
 from megarl.ops.plan.flops import Lengths, lengths_of
 from megarl.ops.plan.hardware import read_hardware
+from megarl.ops.plan.job import planned_job
+from megarl.ops.plan.memory import plan_memory
 from megarl.ops.plan.step_costs import step_cost
 
 

@@ -3,7 +3,7 @@
 import pytest
 from planned_jobs import OFFLOAD, megatron, train_job
 
-from megarl.ops.plan import plan_memory
+from megarl.ops.plan.memory import plan_memory
 from megarl.ops.plan.states import StateCounter
 from megarl.rollout.sglang.memory import default_fraction
 

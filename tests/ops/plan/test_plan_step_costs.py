@@ -7,9 +7,9 @@ from planned_jobs import OFFLOAD, megatron, train_config, train_job
 
 from megarl.config.batch import MicroBatches
 from megarl.models import ParallelLayout
-from megarl.ops.plan import planned_job
 from megarl.ops.plan.flops import Cost, Lengths, lengths_of
 from megarl.ops.plan.hardware import CollectiveGroup, CollectiveGroups, read_hardware
+from megarl.ops.plan.job import planned_job
 from megarl.ops.plan.step_costs import PassModel, pass_costs, plan_sync, simultaneous_phases, step_cost, sync_s
 
 H100 = read_hardware("h100")

@@ -7,7 +7,6 @@ import shutil
 import tempfile
 import time
 from pathlib import Path
-from typing import NamedTuple
 
 from megarl.base.files import WRITABLE, nearest_folder, write_error
 from megarl.base.formatting import GIB, MIB
@@ -17,13 +16,6 @@ from megarl.ops.doctor.node.results import CheckResult, Status
 SAMPLE_BYTES = 64 * MIB
 SLOW_BYTES_PER_S = 100e6
 LONG_SAVE_S = 600.0
-
-
-class DiskSpeed(NamedTuple):
-    """Write and read speed of a disk, in bytes per second."""
-
-    write: float
-    read: float
 
 
 def check_checkpoint_room(needs: Needs) -> list[CheckResult]:
@@ -56,21 +48,21 @@ def check_disk_speed(needs: Needs) -> list[CheckResult]:
         return []
     name, folder = "disk speed", Path(needs.checkpoint_dir or ".")
     try:
-        speed = disk_speed(nearest_folder(folder))
+        written, read = disk_speed(nearest_folder(folder))
     except OSError as error:
         return [CheckResult(name, Status.FAIL, f"{folder}: {error.strerror or error}", _ROOM)]
-    observation = f"{speed.write / 1e6:.0f} MB/s written, {speed.read / 1e6:.0f} MB/s read at {folder}"
+    observation = f"{written / 1e6:.0f} MB/s written, {read / 1e6:.0f} MB/s read at {folder}"
     remedy = "save to a local or parallel file system (trainer.default_local_dir), or less often (trainer.save_freq)"
-    slow = speed.write < SLOW_BYTES_PER_S
+    slow = written < SLOW_BYTES_PER_S
     if needs.checkpoint_bytes is not None:
-        seconds = needs.checkpoint_bytes / needs.trainer_nodes / speed.write
+        seconds = needs.checkpoint_bytes / needs.trainer_nodes / written
         slow = seconds > LONG_SAVE_S
         observation += f"; a node's part of a checkpoint takes about {seconds:.0f} s"
     return [CheckResult(name, Status.WARN if slow else Status.PASS, observation, remedy if slow else "")]
 
 
-def disk_speed(folder: Path, size: int = SAMPLE_BYTES) -> DiskSpeed:
-    """Measure write and read speed of a temporary file; the page cache is dropped before the read.
+def disk_speed(folder: Path) -> tuple[float, float]:
+    """Return the write and read speeds of a temporary file, in bytes/s; the page cache is dropped before the read.
 
     Raises:
         OSError: the file cannot be written, for example on a full disk.
@@ -78,7 +70,7 @@ def disk_speed(folder: Path, size: int = SAMPLE_BYTES) -> DiskSpeed:
     block = os.urandom(MIB)
     with tempfile.NamedTemporaryFile(dir=folder, prefix=".megarl-doctor-") as file:
         begin = time.perf_counter()
-        for _ in range(size // MIB):
+        for _ in range(SAMPLE_BYTES // MIB):
             file.write(block)
         file.flush()
         os.fsync(file.fileno())
@@ -89,7 +81,7 @@ def disk_speed(folder: Path, size: int = SAMPLE_BYTES) -> DiskSpeed:
         while file.read(MIB):
             pass
         read = time.perf_counter()
-    return DiskSpeed(size / (written - begin), size / (read - written))
+    return SAMPLE_BYTES / (written - begin), SAMPLE_BYTES / (read - written)
 
 
 def check_folders(needs: Needs) -> list[CheckResult]:
