@@ -28,11 +28,10 @@ from megarl.base.errors import ConfigError
 from megarl.base.files import WRITABLE, write_error
 from megarl.config.build import build, build_draft, defaults, unknown_key, verl_notes
 from megarl.config.keys import AUTO, Key, leaves, parents, walk
-from megarl.config.outputs import check_sweep_outputs
 from megarl.config.overrides import TextConfigSource, parse_overrides, reading_files
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT
-from megarl.config.stored import stored_config
+from megarl.config.stored import check_sweep_outputs, stored_config
 from megarl.config.sweeps import FOLDER_KEYS, SweepSettings, is_hydra, runs_of, sweep_settings
 from megarl.config.verl.adopt import is_verl_key
 from megarl.config.verl.table import table_of

@@ -355,9 +355,7 @@ def _absolute_spec(name: str) -> str:
 def _log_prob(keys: _LogProbKeys, actor: ActorConfig, actor_by_tokens: bool | None) -> _LogProbKeys:
     """Micro-batches of a log-prob pass, as in the actor's update.
 
-    Args:
-        actor: with its derived values.
-        actor_by_tokens: ``use_dynamic_bsz`` as the user set it; if auto, a size in samples decides for the pass.
+    If the user left the actor's ``use_dynamic_bsz`` auto (``actor_by_tokens``), a size in samples decides for the pass.
     """
     in_samples = keys.micro_batch_size_per_gpu is not None and actor_by_tokens is None
     by_tokens = _first(keys.use_dynamic_bsz, False if in_samples else bool(actor.use_dynamic_bsz))

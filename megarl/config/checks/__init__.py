@@ -22,7 +22,6 @@ from megarl.config.schema.jobs import (
     TrainConfig,
 )
 from megarl.config.schema.jobs import (
-    SupervisedConfig as SupervisedConfig,
 )
 
 Check = Callable[[Any], Iterable[Problem]]

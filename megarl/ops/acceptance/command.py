@@ -7,7 +7,6 @@ import contextlib
 import re
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, replace
@@ -29,12 +28,9 @@ from megarl.ops.acceptance.results import (
 from megarl.ops.acceptance.stages import STAGES
 
 STAGE_LIMIT_S = 480.0
-CLOSING_S = 5.0  # seconds of a budget for the archive and the table
+CLOSING_S = 5.0  # seconds of a budget for the table
 LEAST_S = 10.0  # a stage does not start with less: its imports take as long
 UNFINISHED = "process of the stage"  # check of a stage whose process crashed or reached the limit
-ARCHIVED = ("*.json", "*.md", "*.log", "scratch/jobs/*/output.txt", "scratch/jobs/**/metrics.jsonl",
-            "scratch/jobs/**/logs/*")  # fmt: skip
-ARCHIVED_BYTES = 8 * 2**20  # larger files stay out of the archive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -92,21 +88,7 @@ def run_stages(names: Sequence[str], options: argparse.Namespace, started: float
             reports[report.stage] = report
         found = [read_report(options.out, name, size) for name in STAGES for size in ("full", "tiny")]
         atomic_write_text(options.out / "results.md", markdown(report for report in found if report.results))
-        if options.archive is not None:
-            write_archive(options.out, options.archive)
     return list(reports.values())
-
-
-def write_archive(folder: Path, archive: Path) -> None:
-    """Write reports, logs, and outputs and metrics of jobs to a gzipped tar file; large files stay out."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    partial_archive = archive.with_name(f".{archive.name}.partial")
-    with tarfile.open(partial_archive, "w:gz") as tar:
-        for pattern in ARCHIVED:
-            for file in sorted(folder.glob(pattern)):
-                if file.is_file() and file.stat().st_size <= ARCHIVED_BYTES:
-                    tar.add(file, file.relative_to(folder))
-    partial_archive.replace(archive)
 
 
 def _limit(group: Sequence[str], waiting: Sequence[str], limit: float, left: float | None) -> float:
@@ -199,7 +181,6 @@ def _parser() -> argparse.ArgumentParser:
         "--budget", type=float, metavar="SECONDS", help="end in time; the most valuable stages run first"
     )
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of reports and logs (gpu_check)")
-    parser.add_argument("--archive", type=Path, metavar="FILE", help="after each stage, put reports and logs in a .tgz")
     parser.add_argument("--scale", choices=("tiny", "full"), help="sizes; default: full on a GPU, tiny on a CPU")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--again", action="store_true", help="repeat checks that passed")

@@ -46,11 +46,7 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _needs(options: argparse.Namespace) -> Needs:
-    """Requirements from the configuration, if one is named, and from options, which take precedence.
-
-    Raises:
-        ConfigError: the configuration is invalid.
-    """
+    """Requirements from the configuration, if one is named, and from options, which take precedence."""
     needs = Needs()
     if options.config_name is not None:
         from megarl.config import TrainConfig

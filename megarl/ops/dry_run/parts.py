@@ -29,7 +29,7 @@ from megarl.models import read_model_config
 from megarl.models.end_tokens import read_end_tokens
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, check_model_folder
 from megarl.ops.doctor.node import Status, needs_of
-from megarl.ops.doctor.node.storage import check_checkpoint_room
+from megarl.ops.doctor.node.system import check_checkpoint_room
 from megarl.ops.plan.estimate import plan_run
 from megarl.ops.plan.report import shortfall_lines
 from megarl.tracking import check_trackers

@@ -242,11 +242,7 @@ class _Choice:
         return {key: value for key, value in result.items() if key not in self.fixed}
 
     def _shortfalls(self, changes: Changes) -> list[Shortfall]:
-        """Return what a job lacks with these values.
-
-        Raises:
-            MegarlError: they are invalid.
-        """
+        """Return what a job lacks with these values; raises if they are invalid."""
         job = self._job(changes)
         hardware = replace(self.hardware, memory_gib=(1 - self._reserve) * self.hardware.memory_gib)
         usable = usable_bytes(job, hardware)

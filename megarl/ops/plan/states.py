@@ -35,7 +35,6 @@ class RankStates:
     gradients: int = 0  # gradient buffers
     main_weights: int = 0  # the optimizer's float32 copies of its share of the weights
     moments: int = 0  # Adam's running means
-    largest_bucket: int = 0  # largest gradient bucket that data-parallel ranks reduce at a time
     frozen: int = 0  # bytes of the weights under adapters, which checkpoints do not contain
 
     @property
@@ -110,18 +109,16 @@ class StateCounter:
         if not self.role.trains:
             return RankStates(sum(numbers), (sum(numbers) - exact) * width + exact * FLOAT32)
         distributed = self.role.megatron.use_distributed_optimizer
-        numel = share = largest = 0
+        numel = share = 0
         for buffer, among, ranks in self._buffers(params, rank):
             numel += buffer.numel
             share += buffer.share(among, ranks) if distributed else buffer.numel
-            largest = max(largest, *(stop - start for start, stop in buffer.buckets))
         return RankStates(
             parameters=sum(numbers),
             weights=numel * width + exact * FLOAT32 + frozen,
             gradients=numel * FLOAT32,
             main_weights=0 if width == FLOAT32 else share * FLOAT32,
             moments=MOMENTS * share * FLOAT32,
-            largest_bucket=largest * FLOAT32,
             frozen=frozen,
         )
 

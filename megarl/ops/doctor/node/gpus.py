@@ -24,7 +24,7 @@ from megarl.base.provenance import install_command
 from megarl.cluster.availability import NO_GPU_REMEDY
 from megarl.models import read_model_config
 from megarl.ops.doctor.node.needs import Needs
-from megarl.ops.doctor.node.results import CheckResult, Status
+from megarl.ops.doctor.node.results import CheckResult, Status, judged
 
 IDLE_BYTES = 1024 * MIB  # upper limit of the memory that the driver takes on an idle GPU
 
@@ -73,23 +73,23 @@ def check_health(inventory: Inventory) -> Iterator[CheckResult]:
     bad = [f"GPU {i}: {gpu.uncorrectable} uncorrectable errors" for i, gpu in numbered if gpu.uncorrectable]
     bad += [f"GPU {i}: row remapping {gpu.remapping}" for i, gpu in numbered if gpu.remapping == "failure"]
     pending = [f"GPU {i}: row remapping pending" for i, gpu in numbered if gpu.remapping == "pending"]
-    state = Status.FAIL if bad else Status.WARN if pending else Status.PASS
     remedy = "reset the GPU or reboot; if the error returns, replace the GPU (results may be wrong)" if bad else ""
-    yield _per_gpu("GPU memory", state, bad + pending, "no uncorrectable error", remedy or "reset the GPU when idle")
+    text = "; ".join(bad + pending) or "no uncorrectable error"
+    yield judged("GPU memory", text, remedy or "reset the GPU when idle", warn=bool(pending), fail=bool(bad))
     hot = [
         f"GPU {i}: {', '.join(gpu.throttled)}" + ("" if gpu.celsius is None else f" at {gpu.celsius} C")
         for i, gpu in numbered
         if gpu.throttled
     ]
     remedy = "check cooling and power: the slowest GPU sets the pace of all"
-    yield _per_gpu("GPU clocks", Status.WARN if hot else Status.PASS, hot, "not held down", remedy)
+    yield judged("GPU clocks", "; ".join(hot) or "not held down", remedy, warn=bool(hot))
     busy = [
         f"GPU {i}: {gpu.used_bytes / GIB:.1f} GiB" + (f" by {'; '.join(gpu.processes)}" if gpu.processes else "")
         for i, gpu in numbered
         if gpu.used_bytes > IDLE_BYTES
     ]
     remedy = "end the processes that use them, or wait; processes without a name are in other containers"
-    yield _per_gpu("GPU memory used by others", Status.FAIL if busy else Status.PASS, busy, "none", remedy)
+    yield judged("GPU memory used by others", "; ".join(busy) or "none", remedy, fail=bool(busy))
     yield _modes(numbered)
 
 
@@ -102,13 +102,8 @@ def _modes(numbered: Sequence[tuple[int, Gpu]]) -> CheckResult:
         *(["nvidia-smi -c DEFAULT, since roles share GPUs"] if exclusive else []),
         *(["nvidia-smi -pm 1, or run nvidia-persistenced"] if cold else []),
     ]
-    state = Status.FAIL if divided or exclusive else Status.WARN if cold else Status.PASS
-    observation = "persistence mode on, shared, undivided"
-    return _per_gpu("GPU modes", state, divided + exclusive + cold, observation, "; ".join(remedies))
-
-
-def _per_gpu(name: str, status: Status, faults: Sequence[str], healthy: str, remedy: str) -> CheckResult:
-    return CheckResult(name, status, "; ".join(faults) or healthy, remedy if faults else "")
+    text = "; ".join(divided + exclusive + cold) or "persistence mode on, shared, undivided"
+    return judged("GPU modes", text, "; ".join(remedies), warn=bool(cold), fail=bool(divided or exclusive))
 
 
 def check_driver(inventory: Inventory, torch_cuda: str | None) -> CheckResult:

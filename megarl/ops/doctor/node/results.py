@@ -35,6 +35,12 @@ class CheckResult:
     remedy: str = ""  # the action to take; empty if none is needed
 
 
+def judged(check: str, observation: str, remedy: str, *, warn: bool = False, fail: bool = False) -> CheckResult:
+    """Return the result of a check that failed, warns, or passed and needs no remedy."""
+    status = Status.FAIL if fail else Status.WARN if warn else Status.PASS
+    return CheckResult(check, status, observation, remedy if warn or fail else "")
+
+
 @dataclass(frozen=True)
 class NodeReport:
     """Results of all checks on one machine."""
