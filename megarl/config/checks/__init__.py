@@ -21,8 +21,6 @@ from megarl.config.schema.jobs import (
     SFTConfig,
     TrainConfig,
 )
-from megarl.config.schema.jobs import (
-)
 
 Check = Callable[[Any], Iterable[Problem]]
 
