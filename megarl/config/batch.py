@@ -221,7 +221,6 @@ class _Planner:
         return BatchPlan(step.prompts, step.samples_per_prompt, tuple(phases))
 
     def reward_model(self, config: ScoredJobConfig) -> MicroBatches:
-        """Micro-batches of the reward model."""
         keys, path = config.reward.model, "reward.model"
         megatron = keys.megatron
         assert keys.max_length is not None, "derived"

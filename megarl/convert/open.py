@@ -328,7 +328,6 @@ class _Empty:
 
 class _EmptyUnpickler(pickle.Unpickler):  # noqa: S301 - placeholders only, no code
     def find_class(self, module: str, name: str) -> Any:
-        """Return the empty class for every name."""
         return _Empty
 
     def persistent_load(self, pid: Any) -> Any:

@@ -353,15 +353,12 @@ class _Window(io.RawIOBase):
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position within the range."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         self._at = base + offset
         if self._at < 0:
@@ -369,7 +366,6 @@ class _Window(io.RawIOBase):
         return self._at
 
     def tell(self) -> int:
-        """Return the position within the range."""
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]

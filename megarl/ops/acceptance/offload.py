@@ -53,7 +53,6 @@ class _Case:
         return self.bench.speed(rates[index], SHARE_OF_COPY * self._copy_rates[index], "GB/s", note)
 
     def bits(self) -> Result:
-        """Compare the weights before and after."""
         with self._engine() as engine:
             one_step(engine, self.fields)
             before = engine.weights.to_host()

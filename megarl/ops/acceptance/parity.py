@@ -99,7 +99,6 @@ class _Case:
         return _of_transformers(self._rounded_model(), self.rows, self.bench.device)
 
     def compare(self, quantity: str, dtype: torch.dtype) -> Result:
-        """Compare one quantity with the reference."""
         error = partial(_difference, quantity, self.reference, typical=self._reroutes(dtype))
         if dtype not in self._ours:
             self._ours[dtype] = self._of_megarl(dtype)
@@ -126,7 +125,6 @@ class _Case:
             return self._near(plain, shared, dtype)
 
     def kernels(self, dtype: torch.dtype) -> Result:
-        """Name the kernels."""
         with self._engine(dtype) as engine:
             return Result("", Verdict.INFO, note=engine.describe())
 

@@ -27,7 +27,7 @@ from megarl.config.build import build
 from megarl.config.compose import Changes, ConfigRequest, compose
 from megarl.config.schema.algorithm import SYNC
 from megarl.config.short_flags import add_config_arguments
-from megarl.ops.plan.estimate import Estimate, estimate, find_suggestion, overrides_of
+from megarl.ops.plan.estimate import Estimate, estimate, find_suggestion
 from megarl.ops.plan.flops import Lengths, lengths_of
 from megarl.ops.plan.hardware import Hardware, hardware_for, hardware_of, known_hardware
 from megarl.ops.plan.layout_choice import AutomaticLayout, automatic_layout, layout_lines
@@ -165,16 +165,15 @@ def _plan(options: argparse.Namespace) -> int:
         layouts.append(automatic_layout(build, fixed, options.hardware))
         return layouts[-1]
 
-    def confirm(changes: Changes) -> Estimate:
-        return estimate(compose(_request(options, overrides_of(changes))), hardware, lengths)
-
-    config = compose(_request(options), choose)
+    schema, name = JOBS[options.job]
+    name = options.config_name or name
+    config = compose(ConfigRequest(schema, name, tuple(options.overrides), options.config_dir), choose)
     for line in (line for layout in layouts for line in layout_lines(layout)):
         print(line, file=sys.stderr if options.json else sys.stdout)
     hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
     lengths = lengths_of(config, options.lengths)
     planned = estimate(config, hardware, lengths, with_sync=True)
-    suggestion = None if planned.fits else find_suggestion(config, planned, confirm)
+    suggestion = None if planned.fits else find_suggestion(planned)
     if options.json:
         print(plan_json(planned, suggestion))
     else:
@@ -197,11 +196,6 @@ def _calibrate(options: argparse.Namespace) -> int:
     head = ["phase", "fraction of the peak speeds", "largest / smallest of the runs"]
     print_report([ReportSection("Calibration", lines, head, rows)], Console())
     return 0
-
-
-def _request(options: argparse.Namespace, extra: Sequence[str] = ()) -> ConfigRequest[Any]:
-    schema, name = JOBS[options.job]
-    return ConfigRequest(schema, options.config_name or name, (*options.overrides, *extra), options.config_dir)
 
 
 def _parser() -> argparse.ArgumentParser:

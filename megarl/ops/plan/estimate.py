@@ -8,7 +8,7 @@ if no single change is enough, changes that help and cost no more are combined; 
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from typing import Any, NamedTuple, TypeVar
@@ -22,8 +22,8 @@ from megarl.config.keys import value_at, with_values
 from megarl.config.problems import InvalidConfigError, format_value
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS, own_pools
 from megarl.config.schema.model import LogProbBatchConfig
-from megarl.ops.plan.flops import Lengths, lengths_of
-from megarl.ops.plan.hardware import Hardware, hardware_of
+from megarl.ops.plan.flops import Lengths
+from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedRole, planned_job
 from megarl.ops.plan.memory import Component, MemoryPlan, plan_memory
 from megarl.ops.plan.step_costs import StepCost, SyncTraffic, plan_sync, step_cost
@@ -199,53 +199,20 @@ _BY_COST: tuple[tuple[str, ...], ...] = (
 _FRACTION = f"{ROLLOUT}.engine_kwargs.sglang.server_args.mem_fraction_static"
 
 
-def plan_run(config: TrainConfig | SupervisedConfig) -> tuple[Estimate, Changes | None]:
-    """Plan a run with the longest sequences, without sync; also returns the smallest change that makes it fit.
-
-    Raises:
-        InvalidConfigError, ConfigError, ModelError: the configuration cannot run, independent of memory.
-    """
-    hardware, lengths = hardware_of(config), lengths_of(config)
-
-    def plan(candidate: TrainConfig | SupervisedConfig) -> Estimate:
-        return estimate(candidate, hardware, lengths)
-
-    planned = plan(config)
-    if planned.fits:
-        return planned, None
-    return planned, find_suggestion(config, planned, lambda changes: plan(changed(config, changes)))
-
-
-def find_suggestion(
-    config: TrainConfig | SupervisedConfig, planned: Estimate, confirm: Callable[[Changes], Estimate]
-) -> Changes | None:
-    """Return the smallest change that makes a run fit, or None if no known change does.
-
-    Args:
-        planned: its plan, which does not fit.
-        confirm: plans the configuration with changes, which are returned only if that plan fits.
-    """
-    attempts = _Attempts(config, planned)
+def find_suggestion(planned: Estimate) -> Changes | None:
+    """Return the smallest change that makes a run fit whose plan does not; None if no known change does."""
+    attempts = _Attempts(planned)
     phases = [shortfall.phase for shortfall in planned.shortfalls]
     found = (change for phase in phases for change in single_changes(planned.job, phase))
     singles = sorted({tuple(change.items()): change for change in found}.values(), key=_speed_cost)
     for cost in sorted({_speed_cost(change) for change in singles}):
-        for changes in attempts.alone(change for change in singles if _speed_cost(change) == cost):
-            if _confirmed(changes, confirm):
-                return changes
-        combined = attempts.combination([change for change in singles if _speed_cost(change) <= cost])
-        if combined is not None and _confirmed(combined, confirm):
-            return combined
+        enough = next(attempts.alone(change for change in singles if _speed_cost(change) == cost), None)
+        enough = enough or attempts.combination([change for change in singles if _speed_cost(change) <= cost])
+        if enough is not None:
+            return enough
     pools = planned.job.pools
     more = [{f"{pool.section}.nnodes": factor * pool.nodes} for pool in pools for factor in (2, 4, 8, 16)]
-    return next((changes for changes in attempts.alone(more) if _confirmed(changes, confirm)), None)
-
-
-def _confirmed(changes: Changes, confirm: Callable[[Changes], Estimate]) -> bool:
-    try:
-        return confirm(changes).fits
-    except MegarlError:
-        return False
+    return next(attempts.alone(more), None)
 
 
 def _speed_cost(changes: Changes) -> int:
@@ -255,8 +222,8 @@ def _speed_cost(changes: Changes) -> int:
 class _Attempts:
     """Missing memory with changes, cached by change."""
 
-    def __init__(self, config: TrainConfig | SupervisedConfig, planned: Estimate) -> None:
-        self.config, self.hardware = config, planned.hardware
+    def __init__(self, planned: Estimate) -> None:
+        self.config, self.hardware = planned.job.config, planned.hardware
         missing = sum(shortfall.missing for shortfall in planned.shortfalls)
         self._missing_bytes: dict[tuple[tuple[str, Any], ...], float | None] = {(): missing}
 
@@ -272,7 +239,6 @@ class _Attempts:
         return self._missing_bytes[key]
 
     def alone(self, singles: Iterable[Changes]) -> Iterator[Changes]:
-        """Yield the changes that are enough by themselves, in order."""
         return (changes for changes in singles if self.missing(changes) == 0)
 
     def combination(self, singles: Sequence[Changes]) -> Changes | None:

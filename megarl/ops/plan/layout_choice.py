@@ -102,7 +102,6 @@ class _Attempt(NamedTuple):
 
     @property
     def missing(self) -> float:
-        """Bytes that the fullest phase lacks."""
         return self.shortfalls[0].missing
 
 

@@ -61,7 +61,6 @@ def summary_cards(run: RunRecord) -> list[dict[str, str]]:
     numbers, cards = final_metrics(run), []
 
     def add(label: str, value: str, note: str = "", tone: str = "") -> None:
-        """Add a card."""
         cards.append({"label": label, "value": value, "note": note, "tone": tone})
 
     def change(label: str, first: float, last: float) -> None:

@@ -204,7 +204,6 @@ def run_description(run: RunRecord) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
 
     def add(label: str, *parts: str | None) -> None:
-        """Add a line of the parts that are present."""
         text = ", ".join(part for part in parts if part)
         if text:
             lines.append((label, text))

@@ -18,7 +18,7 @@ def planned(config):
 def suggestion_for(config):
     plan = planned(config)
     assert not plan.fits
-    suggestion = find_suggestion(config, plan, lambda changes: planned(changed(config, changes)))
+    suggestion = find_suggestion(plan)
     if suggestion is not None:
         assert planned(changed(config, suggestion)).fits
     return suggestion
