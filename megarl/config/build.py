@@ -291,14 +291,10 @@ def changed_keys(
     for key, value in leaves(dataclasses.asdict(config)):
         default, stored = schema_defaults.get(key), stored_value(schema, key, value)
         if default not in (value, stored):
-            in_file = composed.get(key, default) != default
-            origin = PLANNED if key in planned else _origin(key, named, in_file=in_file)
+            origin = FILE if composed.get(key, default) != default else DERIVED
+            if any(key == name or key.startswith(f"{name}.") for name in named):
+                origin = COMMAND_LINE
+            origin = PLANNED if key in planned else origin
             if origin != DERIVED or not key.startswith(layouts):  # an inherited key is no news
                 changed.append(ChangedKey(key, stored, default, origin))
     return changed
-
-
-def _origin(key: str, named: set[str], *, in_file: bool) -> str:
-    if any(key == name or key.startswith(f"{name}.") for name in named):
-        return COMMAND_LINE
-    return FILE if in_file else DERIVED

@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any, NamedTuple, TypeVar, cast
+from typing import Any, TypeVar, cast
 
 from megarl.base.algorithm_names import default_aggregation
 from megarl.config.keys import AUTO, find_key, keys_of, lookup, value_at, walk
@@ -111,7 +111,7 @@ def inherit(schema: type, values: Mapping[str, Any]) -> set[str]:
             if is_unset or layout.get(item.name) == AUTO:
                 layout.pop(item.name, None)
         if isinstance(actors, Mapping):
-            names = _inherited_names(layout, actors, _role_of(path, values)) - layout.keys()
+            names = _inherited_names(path, values, layout, actors) - layout.keys()
             layout |= {name: copy.deepcopy(actors[name]) for name in names}
             inherited |= {f"{path}.{name}" for name in names}
     return inherited
@@ -135,7 +135,7 @@ def followers(config: JobConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
             continue
         named = {name: changes[f"{path}.{name}"] for name in layout if f"{path}.{name}" in changes}
         own = {name: value for name, value in layout.items() if value != before[name]} | named
-        names = _inherited_names(own, after, _role_of(path, plain)) - own.keys()
+        names = _inherited_names(path, plain, own, after) - own.keys()
         followed |= {f"{path}.{name}": after[name] for name in names if after[name] != layout[name]}
     return followed
 
@@ -151,27 +151,15 @@ def inheritance_note(config: object, text: str) -> str:
     return f". This is the value of {ACTOR_MEGATRON}.{name}; set {section}.{name} to give the role another"
 
 
-class _Role(NamedTuple):
-    has_actors_model: bool
-    has_own_devices: bool
-
-
-def _role_of(path: str, values: Mapping[str, Any]) -> _Role:
-    role = path.rpartition(".")[0]
-    critics = lookup(values, f"{CRITIC}.model.path")
-    is_same = role == REFERENCE or (
-        role == CRITIC and critics in (None, lookup(values, "actor_rollout_ref.model.path"))
-    )
-    pool = TEACHERS if role.startswith(f"{TEACHERS}.") else role
-    return _Role(is_same, bool(lookup(values, f"{pool}.nnodes")))
-
-
-def _inherited_names(layout: Mapping[str, Any], actors: Mapping[str, Any], role: _Role) -> set[str]:
-    """Keys that the role would inherit if it sets none of them."""
-    excluded = {*NOT_INHERITED}
-    if not role.has_actors_model:
+def _inherited_names(
+    path: str, values: Mapping[str, Any], layout: Mapping[str, Any], actors: Mapping[str, Any]
+) -> set[str]:
+    """Keys that the role at ``path`` would inherit if its layout sets none of them."""
+    role, excluded = path.rpartition(".")[0], {*NOT_INHERITED}
+    policy, critics = lookup(values, "actor_rollout_ref.model.path"), lookup(values, f"{CRITIC}.model.path")
+    if role != REFERENCE and not (role == CRITIC and critics in (None, policy)):
         excluded |= {*MODEL_KEYS}
-    if role.has_own_devices:
+    if lookup(values, f"{TEACHERS if role.startswith(f'{TEACHERS}.') else role}.nnodes"):
         excluded |= {*OFFLOAD_KEYS}
     for name, dependents in DEPENDENT_KEYS.items():
         if layout.get(name, actors.get(name)) != actors.get(name):

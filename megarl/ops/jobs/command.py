@@ -84,7 +84,7 @@ def _run_locked(name: str, config_name: str, run: ComposedRun[Any]) -> None:
     with driver_log(folder / LOGS_FOLDER, config.trainer.log_level):
         if isinstance(config, TrainConfig | SupervisedConfig) and config.trainer.dry_run:
             _say(config, f"{title}: dry run, load libraries ...")
-            from megarl.ops.dry_run import run as dry_run
+            from megarl.ops.dry_run.jobs import run as dry_run
 
             dry_run(config)
             return

@@ -125,7 +125,7 @@ def shortfalls(job: PlannedJob, memory: MemoryPlan, hardware: Hardware) -> list[
 
 
 def lacking(job: PlannedJob, hardware: Hardware) -> list[Shortfall]:
-    """Return all shortfalls of memory of a job that has no plan yet."""
+    """Return the shortfalls of a job that has no plan yet."""
     memory = plan_memory(job, int(usable_bytes(job, hardware)), hardware.devices_per_node)
     return shortfalls(job, memory, hardware)
 
@@ -268,8 +268,10 @@ def single_changes(job: PlannedJob, phase: str) -> Iterator[Changes]:
     working = [role for role in job.roles if passes[role.name] is not None]
     updating = [role for role in working if any(planned.updates and planned.phase == phase for planned in role.passes)]
     for role in (role for role in job.roles if role not in updating):
-        shares = job.pool_of(role.section) == job.pools[0]
-        yield from _offload_changes(role, is_idle=shares and role not in working)
+        is_idle = role not in working and job.pool_of(role.section) == job.pools[0]
+        names = ["optimizer_offload", "grad_offload"] if role.trains else []
+        names += ["param_offload"] if is_idle else []
+        yield from ({f"{role.path}.{name}": True} for name in names if not getattr(role.megatron, name))
     if job.rollout is not None and phase != "gen" and not job.rollout.config.free_cache_engine:
         yield {f"{ROLLOUT}.free_cache_engine": True}
     for role in updating:
@@ -290,12 +292,6 @@ def _update_changes(role: PlannedRole) -> Iterator[Changes]:
         yield {f"{role.path}.recompute_granularity": "selective"}
     if role.megatron.recompute_granularity != "full":
         yield {f"{role.path}.recompute_granularity": "full"}
-
-
-def _offload_changes(role: PlannedRole, *, is_idle: bool) -> Iterator[Changes]:
-    names = ["optimizer_offload", "grad_offload"] if role.trains else []
-    names += ["param_offload"] if is_idle else []
-    yield from ({f"{role.path}.{name}": True} for name in names if not getattr(role.megatron, name))
 
 
 def _host_changes(job: PlannedJob) -> Iterator[Changes]:

@@ -33,7 +33,11 @@ def check_gpus(needs: Needs) -> tuple[list[CheckResult], Inventory | None]:
     """Run all checks of GPUs; return the results and the inventory (None without GPUs)."""
     command = shutil.which("nvidia-smi")
     if command is None or needs.device == "cpu":
-        return [_no_gpus(needs)], None
+        if needs.device == "cuda":
+            text = "no nvidia-smi here, and the run needs GPUs"
+            return [CheckResult("GPUs", Status.FAIL, text, NO_GPU_REMEDY)], None
+        reason = "not requested" if needs.device == "cpu" else "none (no nvidia-smi)"
+        return [CheckResult("GPUs", Status.PASS, f"{reason}; computes on CPU")], None
     try:
         inventory = parse_inventory(run_nvidia_smi(command, "-q", "-x"))
     except (OSError, ValueError, subprocess.SubprocessError) as error:
@@ -45,13 +49,6 @@ def check_gpus(needs: Needs) -> tuple[list[CheckResult], Inventory | None]:
     if len(inventory.gpus) > 1:
         results.append(_check_topology(command, len(inventory.gpus)))
     return results, inventory
-
-
-def _no_gpus(needs: Needs) -> CheckResult:
-    if needs.device == "cuda":
-        return CheckResult("GPUs", Status.FAIL, "no nvidia-smi here, and the run needs GPUs", NO_GPU_REMEDY)
-    reason = "not requested" if needs.device == "cpu" else "none (no nvidia-smi)"
-    return CheckResult("GPUs", Status.PASS, f"{reason}; computes on CPU")
 
 
 def check_count(inventory: Inventory, needs: Needs) -> CheckResult:
