@@ -159,10 +159,7 @@ def _pop_folder(values: DictConfig, place: tuple[Path, int] | None) -> tuple[Pat
 
 
 def fill_layout(schema: type[JobT], values: DictConfig, choose: LayoutChooser, fixed: frozenset[str]) -> ChosenLayout:
-    """Set the values of ``layout=auto``, in place, and return them.
-
-    Args:
-        fixed: keys that files or the command line set.
+    """Set the values of ``layout=auto`` in place and return them; keys that files or overrides set are ``fixed``.
 
     Raises:
         ConfigError, ModelError: nothing fits, or the values are wrong.

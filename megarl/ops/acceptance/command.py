@@ -51,11 +51,8 @@ def _main(options: argparse.Namespace, started: float) -> int:
 def run_stages(names: Sequence[str], options: argparse.Namespace, started: float) -> list[StageReport]:
     """Run stages: first those that measure no times, side by side, then the others, one at a time.
 
-    A stage whose checks are all settled is not repeated unless ``--again``.
-
-    Args:
-        names: names of stages, the most valuable first.
-        started: when the command began, on the monotonic clock.
+    A stage whose checks are all settled is not repeated unless ``--again``. The budget counts from ``started``, on the
+    monotonic clock.
 
     Raises:
         ConfigError: ``--device cuda`` without a GPU, or an invalid ``--checks``.

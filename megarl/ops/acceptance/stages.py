@@ -49,12 +49,9 @@ STAGES = {
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one stage in this process; the command starts it as a child process.
+    """Run one stage in this child process of the command; returns 0, or 1 if a check failed.
 
     A SIGTERM raises, so that the stage ends its own processes.
-
-    Returns:
-        The exit code: 0, or 1 if a check failed.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("stage", choices=STAGES)

@@ -163,9 +163,6 @@ def try_page(page: str, folder: Path, write: Callable[[Path], object]) -> None:
 def run_job(name: str, argv: Sequence[str] | None = None) -> int:
     """Read the command line of a job, and run it or print its configuration.
 
-    Args:
-        name: a key of ``JOBS``.
-
     Returns:
         The exit code: 0; 1 if the run, or a run of a sweep, failed; 2 if configuration, model folder, data or this
         machine's devices, packages or logins are wrong; 130 after Ctrl-C. SIGTERM and SIGHUP raise

@@ -66,11 +66,7 @@ class MeasuredRun(NamedTuple):
 
 
 def measured_run(folder: Path, hardware_name: str | None = None) -> MeasuredRun:
-    """Read the folder of a run and plan its configuration.
-
-    Args:
-        folder: folder with ``config.yaml``, ``run.json`` and ``metrics.jsonl``.
-        hardware_name: hardware file; None = ``trainer.hardware``.
+    """Read the folder of a run and plan its configuration for a hardware file, by default ``trainer.hardware``.
 
     Raises:
         ConfigError: a file is missing or invalid, the run was asynchronous, or it has no second step.

@@ -206,10 +206,7 @@ class PlannedJob:
     def slot(self, device: int, node_size: int) -> Slot:
         """Return the node of a device, and its place there.
 
-        Pools of one node each share it if it has enough devices.
-
-        Args:
-            node_size: devices of a node of the hardware.
+        Pools of one node each share it if the hardware's node has enough devices (``node_size``).
         """
         if self.nodes == 1 and self.devices <= node_size:
             return Slot(0, device)

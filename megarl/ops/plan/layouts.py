@@ -45,10 +45,7 @@ def initial_changes(
 ) -> dict[str, Any]:
     """Return changes that make an invalid layout valid, the same sizes for each trained role; empty if it is valid.
 
-    Each role is evaluated with the initial layouts of the others, which therefore have to be valid.
-
-    Args:
-        fixed: values that stay, by key.
+    Each role is evaluated with the others' initial layouts, which therefore have to be valid. ``fixed`` values stay.
 
     Raises:
         ConfigError, ModelError: no such sizes exist; the error is that of the unchanged configuration.
@@ -95,8 +92,7 @@ def layouts(
     """Yield parallel sizes of a role that divide model and devices; tensor parallelism stays inside a node.
 
     Args:
-        devices: devices of its pool.
-        per_node: devices of its pool per node.
+        devices: of the role's pool, ``per_node`` on each node.
         longest: tokens of the longest sequence.
         fixed: sizes that stay, by key of the role's layout.
     """

@@ -85,17 +85,12 @@ def adapted_outputs(model: ModelConfig, value_head: bool, lora: LoraOptions) -> 
 
 @dataclass(frozen=True)
 class LayerBytes:
-    """Activation sizes of one decoder layer on one rank.
-
-    Args:
-        fused: whether the layer is fused; see the module docstring.
-        recomputed: recomputed modules, by Megatron's names.
-    """
+    """Activation sizes of one decoder layer on one rank."""
 
     role: PlannedRole
     tokens: RankTokens
-    fused: bool
-    recomputed: frozenset[str]
+    fused: bool  # see the module docstring
+    recomputed: frozenset[str]  # modules, by Megatron's names
 
     def of(self, layer: int) -> int:
         """Return the bytes that a layer saves, by its global number."""
@@ -329,12 +324,7 @@ def pass_activations(job: PlannedJob, role: PlannedRole, planned: PlannedPass, s
 def role_activations(
     role: PlannedRole, planned: PlannedPass, stage: int, *, fused: bool, shared: int = 0
 ) -> PassActivations:
-    """Return the activations of a pass, for a role outside a job.
-
-    Args:
-        fused: kind of layers; see :mod:`megarl.ops.plan.pass_activations`.
-        shared: additional tokens in attention with shared prompts.
-    """
+    """Return the activations of a pass of a role outside a job; ``shared`` prompts add tokens in attention."""
     tokens = tokens_on_rank(role, planned, shared)
     layers = recomputed = ends = logits = 0
     if planned.updates:

@@ -60,10 +60,7 @@ def _gap(characters: int) -> str:
 def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_ROWS) -> ReportRollouts:
     """Read samples of all runs and steps; if there are too many, the same number per step, evenly spaced.
 
-    Incomplete lines of a killed process are skipped.
-
-    Args:
-        budget: approximate limit of the compressed size, in bytes.
+    Incomplete lines of a killed process are skipped. The budget limits the compressed size, in bytes, roughly.
     """
     files: list[list[tuple[Row, int, bool]]] = []
     total = 0

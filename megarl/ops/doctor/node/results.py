@@ -100,13 +100,7 @@ class ClockOffset(NamedTuple):
 
 
 def clock_offset(sent: float, remote: float, received: float) -> ClockOffset:
-    """Estimate the offset of a remote clock from one request: its time minus the middle of the round trip.
-
-    Args:
-        sent: local time of the request.
-        remote: remote time in the reply.
-        received: local time of the reply.
-    """
+    """Estimate the offset of a remote clock from one request: its time minus the middle of the round trip."""
     return ClockOffset(remote - (sent + received) / 2, (received - sent) / 2)
 
 
