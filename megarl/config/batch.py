@@ -208,7 +208,11 @@ class _Planner:
         old_log_prob = _micro_keys(policy.rollout.log_prob_batch, "actor_rollout_ref.rollout", "log_prob_")
         phases = [self._forward("old_log_prob", step, actor.megatron, old_log_prob, shared)]
         if config.reward.model.enable:
-            phases.insert(0, self._reward_phase(config))
+            # of all responses, including those that no update trains on
+            layout, micro = config.reward.model.megatron, self.reward_model(config)
+            dp, samples = layout.data_parallel_size or 1, step.prompts * config.responses_per_prompt
+            reward = PhasePlan("reward_model", layout.layout, dp, 1, 1, step.prompts, samples, micro, False)
+            phases.insert(0, reward)
         if config.uses_reference:
             layout = policy.ref.megatron or actor.megatron
             ref_log_prob = _micro_keys(policy.ref, "actor_rollout_ref.ref")
@@ -228,13 +232,6 @@ class _Planner:
         micro = self._micro(_micro_keys(keys, path), megatron, None, longest)
         same_tokens = keys.input_tokenizer is None and megatron.context_parallel_size == 1
         return replace(micro, share_prompts=same_tokens)
-
-    def _reward_phase(self, config: TrainConfig) -> PhasePlan:
-        """The reward model's pass over all responses, including those that no update trains on."""
-        prompts = config.data.train_batch_size
-        megatron, micro = config.reward.model.megatron, self.reward_model(config)
-        dp, samples = megatron.data_parallel_size or 1, prompts * config.responses_per_prompt
-        return PhasePlan("reward_model", megatron.layout, dp, 1, 1, prompts, samples, micro, False)
 
     def _teacher_phases(self, config: TrainConfig, step: _Step) -> Iterator[PhasePlan]:
         """Passes of the teachers; with several, each computes a part of the samples that depends on the data."""

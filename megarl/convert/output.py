@@ -401,11 +401,10 @@ def transfer(
             finished(opened.plan.name)
 
     try:
-        in_parallel(move, bands(), workers)
+        with contextlib.closing(sources):
+            in_parallel(move, bands(), workers)
     except OSError as error:
         raise CheckpointError(f"writing to {folder} failed: {error}", code="convert.write-failed") from error
-    finally:
-        sources.close()
 
 
 def _write(descriptor: int, content: memoryview, offset: int) -> None:

@@ -61,9 +61,6 @@ REWARDS: dict[str, Rule] = {
 }
 """verl's section `reward`, and the sections before it: `reward_model`, `custom_reward_function`, `sandbox_fusion`."""
 
-VALIDATION_REWARD: dict[str, Rule] = {"val_reward_fn.*": Renamed("reward.validation_function")}
-"""The section before `reward.validation_function`, which only training has."""
-
 SEARCH_AGENT: dict[str, Rule] = {
     "do_search": Renamed(f"{SEARCH}.enable"),
     "max_turns": Renamed(f"{SEARCH}.max_turns"),
@@ -166,6 +163,7 @@ _DISTILLATION: dict[str, Rule] = {
 }
 
 _RUN: dict[str, Rule] = {
+    "val_reward_fn.*": Renamed("reward.validation_function"),
     "model_engine": Only(("megatron",), "megarl trains with Megatron; set model_engine=megatron"),
     "actor_rollout_ref.hybrid_engine": Only(
         (True,), "async_training.mode=disaggregated gives the engines their own devices"
@@ -238,7 +236,7 @@ _SGLANG = f"{_ROLLOUT}.engine_kwargs.sglang"
 _SERVER = f"{_SGLANG}.server_args"
 _LENGTHS = "data.max_prompt_length + data.max_response_length"
 
-_GENERATION: dict[str, Rule] = {
+_OF_ROLLOUT: dict[str, Rule] = {
     "mode": NoEffect("all requests of a step run concurrently"),
     "gpu_memory_utilization": Renamed(f"{_SERVER}.mem_fraction_static"),
     "enforce_eager": Renamed(f"{_SERVER}.disable_cuda_graph", left_out=(False,)),
@@ -293,6 +291,7 @@ _GENERATION: dict[str, Rule] = {
     "engine_kwargs.trtllm.*": OtherBackend("TensorRT-LLM", "SGLang's arguments go below engine_kwargs.sglang"),
     "engine_kwargs.sglang.*": Renamed(_SERVER),
 }
+_GENERATION = {f"{_ROLLOUT}.{name}": rule for name, rule in _OF_ROLLOUT.items()}
 
 _OTHER_ENGINE = "an engine that megarl does not support; set actor_rollout_ref.rollout.name=sglang"
 
@@ -312,12 +311,6 @@ VALUES: dict[str, Values] = {
     "algorithm.filter_groups.metric": Values(meanings={None: "score"}),
     "reward.custom_reward_function.name": Values(meanings={None: "compute_score"}),
 }
-
-
-def run_rules() -> dict[str, Rule]:
-    """Return the rules by path; ``*`` at the end matches any rest."""
-    generation = {f"{_ROLLOUT}.{name}": rule for name, rule in _GENERATION.items()}
-    return _DATA | REWARDS | VALIDATION_REWARD | SEARCH_AGENT | REMOVED | _ALGORITHM | _RUN | generation
 
 
 _FSDP = OtherBackend("FSDP", "the layout is in `megatron`, which verl calls `engine`")
@@ -389,11 +382,6 @@ SFT_VALUES: dict[str, Values] = {
 """Keys of both with different values."""
 
 
-def sft_rules() -> dict[str, Rule]:
-    """Return the rules by path; ``*`` at the end matches any rest."""
-    return _SFT_DATA | _SFT_RUN | _ENGINE
-
-
 @dataclass(frozen=True)
 class VerlTable:
     """The keys of one of verl's programs that megarl's schema lacks, or whose values differ."""
@@ -442,14 +430,14 @@ class VerlTable:
 
 _TABLES: dict[type, VerlTable] = {
     TrainConfig: VerlTable(
-        run_rules() | role_rules(),
+        _DATA | REWARDS | SEARCH_AGENT | REMOVED | _ALGORITHM | _RUN | _GENERATION | role_rules(),
         VALUES,
         selector="model_engine",
         preset="ppo_megatron_trainer",
         named=("distillation.teacher_models",),
     ),
     SFTConfig: VerlTable(
-        sft_rules() | supervised_role_rules(),
+        _SFT_DATA | _SFT_RUN | _ENGINE | supervised_role_rules(),
         SFT_VALUES,
         groups={"engine": "megatron", "optim": "megatron", "model": "hf_model"},
         selector="engine",

@@ -127,7 +127,7 @@ class _StageRun:
             kill_process_tree(self.process)
         report = read_report(self.options.out, self.name, self.scale)
         if report.is_complete:
-            report = report.without(UNFINISHED)
+            report = replace(report, results=tuple(each for each in report.results if each.check != UNFINISHED))
         else:
             output = self.log.read_text(encoding="utf-8", errors="replace").strip() or "no output"
             note = f"{ending}; {output.splitlines()[-1][:300]}"

@@ -126,7 +126,9 @@ class TrainDryRun(DryRun):
             return
         workers = config.reward.num_workers
         few = dataclasses.replace(config.reward, num_workers=1 if workers is None else min(workers, 1))
-        truth, tokenizer = self._ground_truth(), self._needed(self._tokenizer, "tokenizer")
+        tokenizer = self._needed(self._tokenizer, "tokenizer")
+        truth = self._needed(self._first_batch, "data").non_tensor_batch["reward_model"][0]
+        truth = str(truth.get("ground_truth") if hasattr(truth, "get") else truth)
         with reward_manager(dataclasses.replace(config, reward=few), tokenizer) as manager:
             for answer in (form.format(truth) for form in ANSWER_FORMS):
                 row = self._answered_row(answer)
@@ -191,10 +193,6 @@ class TrainDryRun(DryRun):
             replicas=(rollout.replicas or 1) + self.config.hybrid_replicas,
             vocab_multiple=engine_vocab_multiple(rollout.name),
         )
-
-    def _ground_truth(self) -> str:
-        reward_model = self._needed(self._first_batch, "data").non_tensor_batch["reward_model"][0]
-        return str(reward_model.get("ground_truth") if hasattr(reward_model, "get") else reward_model)
 
     def _answered_row(self, answer: str) -> DataProto:
         """Return the first prompt with an answer as the response."""

@@ -53,12 +53,6 @@ def tokens_on_rank(role: PlannedRole, planned: PlannedPass, shared_extra: int = 
     return RankTokens(local * layout.cp, local, between_layers, outputs, local + shared_extra, longest)
 
 
-def recomputed_modules(role: PlannedRole) -> frozenset[str]:
-    """Return the modules that the backward recomputes in every layer."""
-    megatron = role.megatron
-    return frozenset(megatron.recompute_modules) if megatron.recompute_granularity == "selective" else NOTHING
-
-
 class AdaptedOutput(NamedTuple):
     """The output of an adapted linear layer, which DoRA saves for the gradient of its magnitudes."""
 
@@ -277,7 +271,10 @@ class LayerBytes:
         total = self._norm() + self._router()
         total += self._routed * (self.width * (self.role.model.hidden_size + inner) + FLOAT32 + 2 * INT64)
         if experts.shared_ffn_hidden_size:
-            return total + self._shared_experts(experts.shared_ffn_hidden_size, experts.shared_gate)
+            # Without a float32 copy, the router also reads the norm's output.
+            total += self._normed() + (self._hidden if self._gathers else 0)
+            total += self._hidden + self.tokens.between_layers * FLOAT32 if experts.shared_gate else 0
+            return total + self._gated(self.tokens.local, experts.shared_ffn_hidden_size)
         return total + (self._hidden if self.width == FLOAT32 else 0)
 
     def _router(self) -> int:
@@ -287,12 +284,6 @@ class LayerBytes:
         assert experts is not None
         copies = (tokens + experts.count) * model.hidden_size * FLOAT32 if self.width != FLOAT32 else 0
         return copies + tokens * (experts.count * (2 * FLOAT32 + 1) + experts.per_token * (INT64 + 2 * FLOAT32))
-
-    def _shared_experts(self, ffn: int, gate: bool) -> int:
-        gated = self._hidden + self.tokens.between_layers * FLOAT32 if gate else 0
-        # Without a float32 copy, the router also reads the norm's output.
-        read = self._normed() + (self._hidden if self._gathers else 0)
-        return read + self._gated(self.tokens.local, ffn) + gated
 
 
 class PassActivations(NamedTuple):
@@ -359,19 +350,16 @@ def kept_by_layers(
         pairs = [_selective(role, layers, tokens, fused) for layers in chunks]
     counts = in_flight(layout.pp, layout.vpp, stage, micro_batches)
     saved = sum(count * size for count, (size, _) in zip(counts, pairs, strict=True))
-    tables = 0 if fused else sum(counts) * _rotation_table(role, tokens)
-    return saved + tables, max((recomputed for _, recomputed in pairs), default=0)
-
-
-def _rotation_table(role: PlannedRole, tokens: RankTokens) -> int:
-    """Return the bytes of cosine and sine of every token in float32, shared by a chunk's layers of one kind."""
+    # Cosine and sine of every token in float32, shared by a chunk's layers of one kind.
     kinds = 1 if role.model.window is None or role.model.window.rope_theta is None else 2
-    return kinds * tokens.local * role.model.rotary_dim * FLOAT32
+    tables = 0 if fused else sum(counts) * kinds * tokens.local * role.model.rotary_dim * FLOAT32
+    return saved + tables, max((recomputed for _, recomputed in pairs), default=0)
 
 
 def _selective(role: PlannedRole, layers: range, tokens: RankTokens, fused: bool) -> tuple[int, int]:
     """Return the bytes that a chunk saves, and the largest recomputed module; modules are recomputed one by one."""
-    modules = recomputed_modules(role)
+    selective = role.megatron.recompute_granularity == "selective"
+    modules = frozenset(role.megatron.recompute_modules) if selective else NOTHING
     saved = LayerBytes(role, tokens, fused, modules)
     sizes = [
         LayerBytes(role, tokens, fused, modules - {module}).of(layer) - saved.of(layer)
