@@ -36,11 +36,11 @@ from megarl.convert.source import (
     TORCH_DIST,
     WEIGHT,
     CheckpointSource,
+    ExpertView,
+    QuantizedExpertView,
     base_of_role,
-    expert_view,
     options_of_folder,
     options_of_role,
-    quantized_expert_view,
     stored_tensors,
     whole_view,
     with_base,
@@ -365,9 +365,12 @@ def _view(name: str, entry: TensorEntry) -> TensorView:
         return whole_view(name, _stored(name, entry))
     assert entry.whole is not None
     if entry.scales is None:
-        return expert_view(name, _stored(name, entry.whole), entry.expert)
+        stored = _stored(name, entry.whole)
+        regions = whole_view(name, stored).regions
+        return ExpertView(name, stored.shape[:0:-1], stored.dtype, regions, stored, entry.expert)
     blocks, scales = (_stored_as(name, part, torch.uint8) for part in (entry.whole, entry.scales))
-    return quantized_expert_view(name, entry.shape, blocks, scales, entry.expert)
+    regions = (*whole_view(name, blocks).regions, *whole_view(name, scales).regions)
+    return QuantizedExpertView(name, entry.shape, torch.bfloat16, regions, blocks, scales, entry.expert)
 
 
 def _stored(name: str, entry: TensorEntry) -> StoredTensor:

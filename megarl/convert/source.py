@@ -203,20 +203,6 @@ class StackedView(TensorView):
         return out
 
 
-def expert_view(name: str, stored: StoredTensor, expert: int) -> TensorView:
-    """Return the view of an expert in a file's tensor of all experts."""
-    whole = whole_view(name, stored)
-    return ExpertView(name, stored.shape[:0:-1], stored.dtype, whole.regions, stored, expert)
-
-
-def quantized_expert_view(
-    name: str, shape: tuple[int, ...], blocks: StoredTensor, scales: StoredTensor, expert: int
-) -> TensorView:
-    """Return the view of an expert in a file's blocks and scales of all experts."""
-    regions = (*whole_view(name, blocks).regions, *whole_view(name, scales).regions)
-    return QuantizedExpertView(name, shape, torch.bfloat16, regions, blocks, scales, expert)
-
-
 def stacked_views(tensors: Mapping[str, TensorView], parts: Mapping[str, StackedPart]) -> dict[str, TensorView]:
     """Replace the tensors of experts by a file's, in the same order (see ``expert_files.stacked_parts``)."""
     experts: dict[str, list[TensorView]] = {}

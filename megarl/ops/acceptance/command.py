@@ -42,7 +42,10 @@ def main(argv: Sequence[str]) -> int:
 
 def _main(options: argparse.Namespace, started: float) -> int:
     reports = run_stages(_stages(options.stages), options, started)
-    print("\n".join(line for report in reports for line in ["", *_table(report)]))
+    for report in reports:  # rows that failed or have a time; comparisons that passed are counted only
+        compares = STAGES[report.stage].module == STAGES["parity"].module
+        lines = result_lines(report, without=frozenset({Verdict.OK}) if compares else frozenset())
+        print("\n".join(["", *lines]))
     print(f"\n{count_verdicts(reports)}; all rows, as tables for a page: {options.out / 'results.md'}")
     failed = any(report.count(Verdict.FAIL) or not report.is_complete for report in reports)
     return EXIT_FAILED if failed else 0
@@ -148,12 +151,6 @@ def _run(
             ending.callback(kill_process_tree, runs[-1].process)
         for run in runs:
             yield run.finish(limit)
-
-
-def _table(report: StageReport) -> list[str]:
-    """Rows that failed or have a time; comparisons that passed are counted only."""
-    compares = STAGES[report.stage].module == STAGES["parity"].module
-    return result_lines(report, without=frozenset({Verdict.OK}) if compares else frozenset())
 
 
 def _stages(text: str | None) -> list[str]:

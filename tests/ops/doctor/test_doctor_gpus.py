@@ -8,7 +8,8 @@ from pathlib import Path
 import pytest
 
 from megarl.base.nvidia_smi import Inventory, parse_inventory, parse_links
-from megarl.ops.doctor.node import Needs, Status, check_node, kernels
+from megarl.ops.doctor.node import Needs, Status, check_node
+from megarl.ops.doctor.node import gpus as gpu_checks
 from megarl.ops.doctor.node.collective import Bandwidth, bandwidth_result, slowest
 from megarl.ops.doctor.node.gpus import (
     KernelFacts,
@@ -165,7 +166,7 @@ def models(tmp_path):
 
 
 def results_of(monkeypatch, facts, models=()):
-    monkeypatch.setattr(kernels, "observe", lambda device: facts)
+    monkeypatch.setattr(gpu_checks, "observe", lambda device: facts)
     return check_kernels(Needs(models=models), 8)
 
 
@@ -187,7 +188,7 @@ def test_a_process_with_a_broken_transformer_engine(tmp_path, monkeypatch):
 
 def test_a_process_that_fails_is_a_failed_check(monkeypatch):
     monkeypatch.setenv("PYTHONPATH", "")
-    monkeypatch.setattr(kernels.sys, "executable", "/bin/false")
+    monkeypatch.setattr(gpu_checks.sys, "executable", "/bin/false")
     (result,) = check_kernels(Needs(), 1)
     assert (
         result.status is Status.FAIL
@@ -226,7 +227,7 @@ def test_only_gpus_are_checked(monkeypatch, device, gpus, calls):
         seen.append(device)
         return KernelFacts(True, "", "")
 
-    monkeypatch.setattr(kernels, "observe", note)
+    monkeypatch.setattr(gpu_checks, "observe", note)
     assert bool(check_kernels(Needs(device=device), gpus)) == bool(calls) and seen == calls
 
 
@@ -239,6 +240,6 @@ def test_the_report_of_a_node_includes_kernels(monkeypatch):
     def fail(device):
         raise ValueError("odd")
 
-    monkeypatch.setattr(kernels, "observe", fail)
+    monkeypatch.setattr(gpu_checks, "observe", fail)
     (result,) = check_node(Needs()).results
     assert (result.check, result.observation) == ("kernels", "the check itself failed: ValueError: odd")
