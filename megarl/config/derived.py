@@ -6,10 +6,9 @@ Inheritance works on plain values, before they are typed: a typed section has a 
 from __future__ import annotations
 
 import copy
-import dataclasses
 import re
 from collections.abc import Iterator, Mapping
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any, TypeVar, cast
 
@@ -126,7 +125,7 @@ def followers(config: JobConfig, changes: Mapping[str, Any]) -> dict[str, Any]:
     changed = {path.removeprefix(prefix): value for path, value in changes.items() if path.startswith(prefix)}
     if not changed or not isinstance(config, TrainConfig):
         return {}
-    plain = dataclasses.asdict(config)
+    plain = asdict(config)
     followed: dict[str, Any] = {}
     before = lookup(plain, ACTOR_MEGATRON)
     after = before | changed
@@ -200,6 +199,7 @@ def _train(config: TrainConfig, root: str) -> TrainConfig:
     policy, trainer, data = config.actor_rollout_ref, config.trainer, config.data
     actor = _actor(policy.actor, data.max_response_length, trainer.num_devices)
     by_tokens = policy.actor.use_dynamic_bsz
+    old_log_prob = _log_prob(policy.rollout.log_prob_batch, actor, by_tokens)
     ref = _with_devices(policy.ref, trainer)
     if ref.megatron is not None:
         ref = replace(ref, megatron=_layout(ref.megatron, ref.own_devices or trainer.num_devices, bool(ref.nnodes)))
@@ -210,7 +210,9 @@ def _train(config: TrainConfig, root: str) -> TrainConfig:
             policy,
             actor=actor,
             ref=_log_prob(ref, actor, by_tokens),
-            rollout=_old_log_prob(policy.rollout, actor, by_tokens),
+            rollout=replace(
+                policy.rollout, **{f"log_prob_{key}": value for key, value in asdict(old_log_prob).items()}
+            ),
         ),
         critic=_critic(config.critic, actor, policy.model, trainer),
         data=replace(
@@ -355,18 +357,6 @@ def _log_prob(keys: _LogProbKeys, actor: ActorConfig, actor_by_tokens: bool | No
         use_dynamic_bsz=by_tokens,
         max_token_len_per_gpu=_first(keys.max_token_len_per_gpu, actor.max_token_len_per_gpu),
         micro_batch_size_per_gpu=samples,
-    )
-
-
-def _old_log_prob(
-    rollout: TrainingRolloutConfig, actor: ActorConfig, actor_by_tokens: bool | None
-) -> TrainingRolloutConfig:
-    keys = _log_prob(rollout.log_prob_batch, actor, actor_by_tokens)
-    return replace(
-        rollout,
-        log_prob_use_dynamic_bsz=keys.use_dynamic_bsz,
-        log_prob_max_token_len_per_gpu=keys.max_token_len_per_gpu,
-        log_prob_micro_batch_size_per_gpu=keys.micro_batch_size_per_gpu,
     )
 
 

@@ -138,13 +138,6 @@ def fit(runs: Sequence[MeasuredRun]) -> Calibration:
     return Calibration(replace(hardware, efficiencies=efficiencies), spread)
 
 
-def write_calibration(calibration: Calibration, path: Path) -> None:
-    """Write a hardware file with the efficiencies."""
-    values = asdict(calibration.hardware)
-    values["efficiencies"] = {phase: float(f"{share:.3g}") for phase, share in values["efficiencies"].items()}
-    atomic_write_text(path, yaml.safe_dump(values, sort_keys=False))
-
-
 def main(argv: Sequence[str] | None = None) -> int:
     """Plan a configuration; returns 0, 1 if it does not fit, or 2 for wrong input."""
     parser = _parser()
@@ -183,7 +176,9 @@ def _calibrate(options: argparse.Namespace) -> int:
     except NoRunError as error:
         raise ConfigError(f"--calibrate {error}", code="plan.calibrate-folder") from error
     calibration = fit([measured_run(folder, options.hardware) for folder in folders])
-    write_calibration(calibration, options.out)
+    efficiencies = {phase: float(f"{share:.3g}") for phase, share in calibration.hardware.efficiencies.items()}
+    values = asdict(replace(calibration.hardware, efficiencies=efficiencies))
+    atomic_write_text(options.out, yaml.safe_dump(values, sort_keys=False))
     lines = [f"{count_noun(len(folders), 'run')}; written to {options.out}, for --hardware {options.out}"]
     rows = [
         [phase, f"{share:.2g}", f"{calibration.spread[phase]:.2f}"]

@@ -296,7 +296,9 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> t
                     totals[role.name, "proximal copy"] += _in_chunks(states.weights)
                 if (role.holds_reference or role.holds_proximal) and not role.megatron.param_offload:
                     totals[role.name, "swapped weights"] += _in_chunks(states.weights)
-                if role.saves_in_background and (copied := _copied_for_save(role, states)):
+                weights, optimizer = _share_of_save(role, states)  # a background save copies what is on the device
+                copied = weights * (not role.megatron.param_offload) + optimizer * (not role.megatron.optimizer_offload)
+                if role.saves_in_background and copied:
                     totals[role.name, "checkpoint copy"] += _in_chunks(copied)
         parts = [Component(owner, name, size) for (owner, name), size in totals.items()]
         nodes.append(tuple(sorted(parts, key=lambda part: -part.nbytes)))
@@ -321,12 +323,6 @@ def _share_of_save(role: PlannedRole, states: RankStates) -> tuple[int, int]:
     replicas = role.layout.dp * role.layout.cp  # they share the weights to write
     optimizer = states.optimizer // (1 if role.megatron.use_distributed_optimizer else replicas)
     return (states.weights - states.frozen) // replicas, optimizer
-
-
-def _copied_for_save(role: PlannedRole, states: RankStates) -> int:
-    """Return the bytes that a background save copies on a rank: its share of states on the device."""
-    weights, optimizer = _share_of_save(role, states)
-    return weights * (not role.megatron.param_offload) + optimizer * (not role.megatron.optimizer_offload)
 
 
 def _in_chunks(size: int) -> int:

@@ -35,7 +35,7 @@ class RankTokens(NamedTuple):
 
     padded_total: int  # tokens over all context-parallel ranks, with padding
     local: int  # tokens of this rank's part of the sequences
-    between_layers: int  # tokens of this rank between_layers layers, divided by sequence parallelism
+    between_layers: int  # tokens of this rank between layers, divided by sequence parallelism
     outputs: int  # response tokens whose logits or values this rank computes
     attended: int  # tokens of full sequences in attention; larger than local with shared prompts
     longest: int  # tokens of the longest sequence

@@ -18,7 +18,7 @@ from megarl.config.batch import render_plan
 from megarl.config.schema.jobs import POOL_OWNERS
 from megarl.ops.plan.estimate import HOST_SHARE, Changes, Estimate, overrides_of
 from megarl.ops.plan.flops import Cost
-from megarl.ops.plan.memory import Component, RoleMemory
+from megarl.ops.plan.memory import Component
 from megarl.ops.plan.step_costs import StepCost, SyncTraffic
 
 CAUSES = {
@@ -219,7 +219,14 @@ def plan_json(plan: Estimate, suggestion: Changes | None) -> str:
         "lengths": plan.lengths._asdict(),
         "usable_bytes": plan.usable_bytes,
         "usable_host_bytes": HOST_SHARE * plan.hardware.host_bytes,
-        "roles": {name: _role_values(memory) for name, memory in plan.memory.roles.items()},
+        "roles": {
+            name: {
+                "layout": memory.role.layout._asdict(),
+                "parameters_per_rank": memory.largest.states.parameters,
+                **{part: getattr(memory.largest.states, part) for part in ("weights", "gradients", "optimizer")},
+            }
+            for name, memory in plan.memory.roles.items()
+        },
         "memory": {phase.phase: _memory_values(phase.components) for phase in plan.memory.phases},
         "host_memory": _memory_values(plan.memory.host),
         "kv_cache": plan.memory.kv._asdict() if plan.memory.kv else None,
@@ -240,17 +247,6 @@ def _step_values(step: StepCost) -> dict[str, Any]:
             phases[phase.phase] |= {"seconds": phase.cost.total, "mfu": step.mfu_of(phase)}
     speeds = {"seconds": step.total, "tokens_per_second_per_device": step.throughput, "mfu": step.mfu}
     return {"phases": phases, **(speeds if step.is_calibrated else {})}
-
-
-def _role_values(memory: RoleMemory) -> dict[str, Any]:
-    states = memory.largest.states
-    return {
-        "layout": memory.role.layout._asdict(),
-        "parameters_per_rank": states.parameters,
-        "weights": states.weights,
-        "gradients": states.gradients,
-        "optimizer": states.optimizer,
-    }
 
 
 def _memory_values(parts: Sequence[Component]) -> dict[str, Any]:
