@@ -125,7 +125,7 @@ def test_fields_from_source_equal_those_of_the_class():
 
 
 def test_every_field_of_the_installed_release_is_classified():
-    """A failure here after an upgrade: classify the new fields in ``transformer_field_table.py``."""
+    """A failure here after an upgrade: classify the new fields in ``transformer_fields.py``."""
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert sorted(fields - SUPPORTED - OWNED.keys() - REJECTED.keys()) == []
 
