@@ -27,8 +27,7 @@ from typing import Any, NamedTuple
 from megarl.config import MegatronConfig
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, parse_model_config, read_model_config
 from megarl.ops.plan.job import PlannedPass, PlannedRole
-from megarl.ops.plan.layer_activations import LayerBytes, tokens_on_rank
-from megarl.ops.plan.pass_activations import kept_by_layers
+from megarl.ops.plan.pass_activations import LayerBytes, kept_by_layers, tokens_on_rank
 from megarl.ops.plan.states import StateCounter, rollout_weight_bytes
 
 MODELS = Path(__file__).parent.parent / "tests" / "ops" / "plan" / "models"

@@ -30,7 +30,7 @@ import torch.multiprocessing as mp
 from machine import benchmark_parser, parse_sizes
 from quickstart import ROOT, machine, run
 
-from megarl.ops.plan.calibration import MeasuredRun, fit, measured_run
+from megarl.ops.plan.command import MeasuredRun, fit, measured_run
 
 ROUNDS = 7
 DATA = {"train": "train", "val": "test"}

@@ -22,7 +22,7 @@ from megarl.base.errors import MegarlError
 from megarl.base.packages import require_package
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.config.overrides import override_of
-from megarl.ops.jobs.run import SUMMARY_FILE
+from megarl.ops.jobs.command import SUMMARY_FILE
 from megarl.ops.jobs.table import JOBS, compose_job
 
 if TYPE_CHECKING:
@@ -183,7 +183,6 @@ class Run:
 
 
 def _words(config: str | Path | None, overrides: Mapping[str, Any] | Sequence[str]) -> list[str]:
-    """Return the words of a command line."""
     words = []
     if config is not None:
         path = Path(config)

@@ -28,7 +28,7 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.config import EvaluateConfig, SFTConfig, TrainConfig
 from megarl.config.compose import to_yaml
 from megarl.config.stored import stored_config
-from megarl.ops.jobs import sweep
+from megarl.ops.jobs import command
 from megarl.tracking import Console
 from megarl.trainer.jobs import early_checks
 from megarl.trainer.records.reporting import RunReporter
@@ -398,7 +398,7 @@ def test_wrong_key_in_a_subprocess():
 )
 def test_report_that_cannot_be_written_does_not_fail_a_finished_run(tmp_path, monkeypatch, capsys, error):
     monkeypatch.setattr("megarl.ops.report.compare_runs", mock.Mock(side_effect=error))
-    sweep._compare(tmp_path, [], minimize=False)
+    command._compare(tmp_path, [], minimize=False)
     message = capsys.readouterr().err
     assert str(error) in message and f"megarl report {tmp_path}" in message
 

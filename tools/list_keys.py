@@ -11,7 +11,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
-from megarl.config.inherited import ACTOR_MEGATRON, DEPENDENT_KEYS, MODEL_KEYS, NOT_INHERITED, OFFLOAD_KEYS
+from megarl.config.derived import ACTOR_MEGATRON, DEPENDENT_KEYS, MODEL_KEYS, NOT_INHERITED, OFFLOAD_KEYS
 from megarl.config.keys import AUTO, REQUIRED, Key, keys_of, walk
 from megarl.config.problems import format_value
 from megarl.config.schema.jobs import (

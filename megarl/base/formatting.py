@@ -36,8 +36,9 @@ def gigabytes(nbytes: float) -> str:
 
 
 def metric_count(number: float) -> str:
-    """Format a large count, such as the parameters of a model: ``2.27 B``, ``494 M``, ``1.5 K``, ``12``."""
-    unit, name = next(((u, n) for u, n in ((1e9, " B"), (1e6, " M"), (1e3, " K")) if number >= u), (1, ""))
+    """Format a large count, such as the parameters of a model: ``1.92 E``, ``2.27 B``, ``1.5 K``, ``12``."""
+    units = ((1e18, " E"), (1e15, " P"), (1e12, " T"), (1e9, " B"), (1e6, " M"), (1e3, " K"))
+    unit, name = next((unit for unit in units if number >= unit[0]), (1, ""))
     return f"{number / unit:.3g}{name}"
 
 

@@ -2,7 +2,7 @@
 
 The smallest limit acts first: ``rollout.health.timeout_s`` moves the requests of a frozen replica, ``trainer.watchdog``
 names the frozen process, ``trainer.nccl_timeout`` ends a collective, and Ray declares a silent process dead. The
-checks of the configuration (:mod:`megarl.config.checks.time_limits`) keep this order.
+checks of the configuration (:mod:`megarl.config.checks.run`) keep this order.
 """
 
 from __future__ import annotations

@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 from megarl.base.formatting import count_noun, table_lines
 from megarl.config.problems import InvalidConfigError, Problem
-from megarl.config.schema.async_training import SYNC
+from megarl.config.schema.algorithm import SYNC
 from megarl.config.schema.data import SupervisedDataConfig
 from megarl.config.schema.jobs import ScoredJobConfig, SupervisedConfig, TrainConfig
 from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig, UpdateBatchConfig
@@ -133,17 +133,11 @@ def token_store_bytes(config: TrainConfig, teacher_hidden: int = 0) -> int:
         config.async_training.mode != SYNC,
         algorithm.rollout_correction.rollout_is is not None,
     )
-    per_token = _RESPONSE_TOKEN_BYTES + 4 * sum(further) + _teacher_bytes(config, teacher_hidden)
+    per_token = _RESPONSE_TOKEN_BYTES + 4 * sum(further)
+    if config.distillation.enabled:  # hidden state, top tokens with log-probs, or one log-prob
+        per_token += teacher_hidden or 8 * config.distillation.distillation_loss.teacher_topk or 4
     samples = data.train_batch_size * config.responses_per_prompt
     return samples * (data.max_prompt_length * _PROMPT_TOKEN_BYTES + data.max_response_length * per_token)
-
-
-def _teacher_bytes(config: TrainConfig, hidden: int) -> int:
-    """Return the bytes of a teacher's columns per response token: hidden state, top tokens, or one log-prob."""
-    if not config.distillation.enabled:
-        return 0
-    topk = config.distillation.distillation_loss.teacher_topk
-    return hidden or 8 * topk or 4
 
 
 def reward_micro_batches(config: ScoredJobConfig) -> MicroBatches:
@@ -177,27 +171,16 @@ class _Key(NamedTuple):
 
 
 class _MicroKeys(NamedTuple):
-    """The three keys that size micro-batches."""
-
     dynamic: _Key
     max_tokens: _Key
     samples: _Key
 
 
-class _Longest(NamedTuple):
-    """The longest possible sample: its keys, as text, and its tokens."""
-
-    name: str
-    tokens: int
-
-
 class _Step(NamedTuple):
-    """Prompts and samples of a reinforcement-learning step."""
-
     prompts: int
     samples_per_prompt: int
     samples_key: str
-    longest: _Longest
+    longest: _Key  # the keys of the longest possible sample, as text, and its tokens
 
 
 class _Planner:
@@ -217,7 +200,7 @@ class _Planner:
             prompts=data.train_batch_size,
             samples_per_prompt=config.samples_per_prompt,
             samples_key="algorithm.best_of_n.keep" if best_of_n else "actor_rollout_ref.rollout.n",
-            longest=_Longest(
+            longest=_Key(
                 "data.max_prompt_length + data.max_response_length", data.max_prompt_length + data.max_response_length
             ),
         )
@@ -225,7 +208,11 @@ class _Planner:
         old_log_prob = _micro_keys(policy.rollout.log_prob_batch, "actor_rollout_ref.rollout", "log_prob_")
         phases = [self._forward("old_log_prob", step, actor.megatron, old_log_prob, shared)]
         if config.reward.model.enable:
-            phases.insert(0, self._reward_phase(config))
+            # of all responses, including those that no update trains on
+            layout, micro = config.reward.model.megatron, self.reward_model(config)
+            dp, samples = layout.data_parallel_size or 1, step.prompts * config.responses_per_prompt
+            reward = PhasePlan("reward_model", layout.layout, dp, 1, 1, step.prompts, samples, micro, False)
+            phases.insert(0, reward)
         if config.uses_reference:
             layout = policy.ref.megatron or actor.megatron
             ref_log_prob = _micro_keys(policy.ref, "actor_rollout_ref.ref")
@@ -238,21 +225,13 @@ class _Planner:
         return BatchPlan(step.prompts, step.samples_per_prompt, tuple(phases))
 
     def reward_model(self, config: ScoredJobConfig) -> MicroBatches:
-        """Micro-batches of the reward model."""
         keys, path = config.reward.model, "reward.model"
         megatron = keys.megatron
         assert keys.max_length is not None, "derived"
-        longest = _Longest(f"{path}.max_length", keys.max_length)
+        longest = _Key(f"{path}.max_length", keys.max_length)
         micro = self._micro(_micro_keys(keys, path), megatron, None, longest)
         same_tokens = keys.input_tokenizer is None and megatron.context_parallel_size == 1
         return replace(micro, share_prompts=same_tokens)
-
-    def _reward_phase(self, config: TrainConfig) -> PhasePlan:
-        """The reward model's pass over all responses, including those that no update trains on."""
-        prompts = config.data.train_batch_size
-        megatron, micro = config.reward.model.megatron, self.reward_model(config)
-        dp, samples = megatron.data_parallel_size or 1, prompts * config.responses_per_prompt
-        return PhasePlan("reward_model", megatron.layout, dp, 1, 1, prompts, samples, micro, False)
 
     def _teacher_phases(self, config: TrainConfig, step: _Step) -> Iterator[PhasePlan]:
         """Passes of the teachers; with several, each computes a part of the samples that depends on the data."""
@@ -274,7 +253,7 @@ class _Planner:
         count = config.sequences_per_row
         name = f"{count} x data.max_length" if count > 1 else "data.max_length"
         sizes = _micro_keys(data, "data")
-        micro = self._micro(sizes, megatron, _share(size.value, dp), _Longest(name, count * data.max_length))
+        micro = self._micro(sizes, megatron, _share(size.value, dp), _Key(name, count * data.max_length))
         phase = PhasePlan(config.role, megatron.layout, dp or 1, 1, 1, None, size.value, micro, True)
         return BatchPlan(size.value, 1, (phase,))
 
@@ -306,7 +285,7 @@ class _Planner:
         micro = _with_shared_prompts(micro, megatron, step, share_prompts)
         return PhasePlan(name, megatron.layout, dp or 1, 1, 1, prompts, samples, micro, False)
 
-    def _micro(self, keys: _MicroKeys, megatron: MegatronConfig, share: int | None, longest: _Longest) -> MicroBatches:
+    def _micro(self, keys: _MicroKeys, megatron: MegatronConfig, share: int | None, longest: _Key) -> MicroBatches:
         """Check and return the micro-batches of a rank's ``share`` of samples; None for a share that is not whole."""
         interleaved = (megatron.virtual_pipeline_model_parallel_size or 1) > 1
         multiple = megatron.pipeline_model_parallel_size if interleaved else 1
@@ -340,19 +319,19 @@ class _Planner:
             self._add(keys.samples, text, code="batch.micro-batch-division")
 
     def _check_tokens(
-        self, key: _Key, budget: int, devices: int, share: int | None, longest: _Longest, multiple: int
+        self, key: _Key, budget: int, devices: int, share: int | None, longest: _Key, multiple: int
     ) -> None:
         """Check that a token budget over ``devices`` holds every sample, and that every share can be cut as required.
 
         First-fit opens another micro-batch only if none has room for a sample. All micro-batches but the last therefore
         hold at least as many samples as the budget holds samples of the longest kind.
         """
-        if budget < longest.tokens:
-            per_device = "" if devices == 1 else f", on {devices} devices: {-(-longest.tokens // devices)} on each"
-            text = f"must hold the longest sample, {longest.name} = {longest.tokens} tokens{per_device}"
+        if budget < longest.value:
+            per_device = "" if devices == 1 else f", on {devices} devices: {-(-longest.value // devices)} on each"
+            text = f"must hold the longest sample, {longest.path} = {longest.value} tokens{per_device}"
             self._add(key, text, code="batch.token-budget")
         elif share is not None:
-            most = -(-share // (budget // longest.tokens))
+            most = -(-share // (budget // longest.value))
             if -(-most // multiple) * multiple > share:
                 text = (
                     f"can make {most} micro-batches of the {share} samples that a data-parallel rank computes at a "

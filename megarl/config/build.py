@@ -1,12 +1,15 @@
-"""Build a typed configuration from plain values: check unknown keys, types and limits, and report all problems."""
+"""Build a typed configuration from plain values, and list the keys that differ from the schema's defaults.
+
+The build checks unknown keys, types and limits, and reports all problems.
+"""
 
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Collection, Iterator, Mapping, Sequence
+from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from functools import cache
-from typing import Any, cast
+from typing import Any, NamedTuple, cast
 
 from omegaconf import DictConfig, OmegaConf
 from omegaconf.errors import OmegaConfBaseException
@@ -14,14 +17,14 @@ from omegaconf.errors import OmegaConfBaseException
 from megarl.base.errors import ConfigError
 from megarl.base.user_code import import_user_modules
 from megarl.config.checks import check
-from megarl.config.derived import with_derived
-from megarl.config.inherited import inherit, without_auto
-from megarl.config.keys import AUTO, REQUIRED, Key, keys_of, lookup, walk
+from megarl.config.derived import inherit, inheriting_sections, with_derived, without_auto
+from megarl.config.keys import AUTO, REQUIRED, Key, keys_of, leaves, lookup, walk
 from megarl.config.problems import InvalidConfigError, Problem, namesakes, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT, SupervisedConfig, TrainConfig
-from megarl.config.stored import redacted_problems
+from megarl.config.stored import redacted_problems, stored_value
 from megarl.config.synonyms import synonyms
 from megarl.config.verl.adopt import Adoption, adopt
+from megarl.config.verl.table import table_of
 
 _TYPE_WORDS = {int: "a whole number", float: "a number", bool: "true or false", str: "a text"}
 
@@ -37,7 +40,6 @@ def build(
     The modules of ``model.external_lib`` are imported, because they may register names that the configuration uses.
 
     Args:
-        schema: class of the job, see :data:`megarl.config.schema.jobs.JobConfig`; it holds every default.
         values: values that differ from the defaults; interpolations may refer to any key.
         files_root: folder of files without an explicit path; None = ``outputs/<experiment_name>``.
         overridden: keys of the command line, see :func:`~megarl.config.verl.adopt.adopt`.
@@ -53,13 +55,13 @@ def build(
     return config
 
 
-def build_draft(schema: type[JobT], values: Mapping[str, Any] | DictConfig, overridden: Collection[str] = ()) -> JobT:
+def build_draft(schema: type[JobT], values: Mapping[str, Any] | DictConfig) -> JobT:
     """Build as :func:`build`, without the checks across sections, for a search over keys that they may reject.
 
     Raises:
         InvalidConfigError: with every problem of single keys.
     """
-    config = _complete(schema, values, None, overridden)
+    config = _complete(schema, values, None, ())
     _raise(config, list(_external_problems(config)))
     return config
 
@@ -95,10 +97,7 @@ def _external_problems(config: JobConfig) -> Iterator[Problem]:
 
 
 def read(schema: type, values: Mapping[str, Any], problems: Sequence[Problem] = ()) -> Any:
-    """Read values into any class whose fields are declared with :func:`~megarl.config.keys.key`.
-
-    Args:
-        values: nested plain values that differ from the defaults.
+    """Read nested plain values into any class whose fields are declared with :func:`~megarl.config.keys.key`.
 
     Raises:
         InvalidConfigError: a key is unknown or missing, or its value has the wrong type or violates its limits.
@@ -210,7 +209,8 @@ def _value(item: Key, value: Any, path: str) -> tuple[Any, Problem | None]:
         return None, Problem(path, value, text, doc=item.doc, code="config.required-key")
     if value == AUTO and item.accepts_auto:
         return None, None
-    if value == AUTO and _has_no_auto(item):
+    is_text = item.annotation in (str, list[str]) and not item.optional
+    if value == AUTO and not is_text and AUTO not in item.limits.choices:  # it may be a text, or a choice
         text = f"has no auto; it must be {_expected(item)}"
         return None, Problem(path, value, text, doc=item.doc, code="config.no-auto")
     if item.is_list and isinstance(value, str | int | float):
@@ -227,12 +227,6 @@ def _value(item: Key, value: Any, path: str) -> tuple[Any, Problem | None]:
     complaint = item.limits.complaint(converted)
     problem = Problem(path, value, complaint, doc=item.doc, code="config.value-out-of-limits") if complaint else None
     return converted, problem
-
-
-def _has_no_auto(item: Key) -> bool:
-    """Whether ``auto`` is a mistake. It may be a text, or a choice of a key that follows no other."""
-    is_text = item.annotation in (str, list[str]) and not item.optional
-    return not is_text and AUTO not in item.limits.choices
 
 
 def unknown_key(path: str, value: Any, valid: list[str]) -> Problem:
@@ -257,3 +251,50 @@ def _expected(item: Key) -> str:
     limits = item.limits.describe()
     words = f"{words} ({limits})" if limits else words
     return f"{words}{item.unset}"
+
+
+COMMAND_LINE, FILE, DERIVED, PLANNED = "command line", "file", "derived", "layout=auto"
+
+
+class ChangedKey(NamedTuple):
+    """A key whose value is not the schema's default.
+
+    The origin is ``command line``; ``file``, the named YAML file or one of its defaults; ``layout=auto``; or
+    ``derived`` from other keys, for keys that are ``auto`` in the schema.
+    """
+
+    key: str
+    value: Any  # in its stored form
+    default: Any
+    origin: str
+
+
+def changed_keys(
+    config: JobConfig,
+    values: Mapping[str, Any] | DictConfig,
+    overrides: Iterable[str],
+    planned: Collection[str] = (),
+) -> list[ChangedKey]:
+    """List the keys that differ from the schema's defaults, with the origins of their values.
+
+    Args:
+        values: the values that the configuration was built from: files and command line.
+        overrides: of the command line, in Hydra's syntax.
+        planned: keys that ``layout=auto`` chose.
+    """
+    schema: Any = type(config)
+    named = {table_of(schema).current_name(text.split("=", 1)[0].lstrip("+~")) for text in overrides}
+    plain: Any = OmegaConf.to_container(values) if isinstance(values, DictConfig) else values
+    composed = dict(leaves(plain))
+    schema_defaults, layouts = dict(leaves(defaults(schema))), tuple(inheriting_sections(schema, plain))
+    changed = []
+    for key, value in leaves(dataclasses.asdict(config)):
+        default, stored = schema_defaults.get(key), stored_value(schema, key, value)
+        if default not in (value, stored):
+            origin = FILE if composed.get(key, default) != default else DERIVED
+            if any(key == name or key.startswith(f"{name}.") for name in named):
+                origin = COMMAND_LINE
+            origin = PLANNED if key in planned else origin
+            if origin != DERIVED or not key.startswith(layouts):  # an inherited key is no news
+                changed.append(ChangedKey(key, stored, default, origin))
+    return changed

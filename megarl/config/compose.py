@@ -28,11 +28,10 @@ from megarl.base.errors import ConfigError
 from megarl.base.files import WRITABLE, write_error
 from megarl.config.build import build, build_draft, defaults, unknown_key, verl_notes
 from megarl.config.keys import AUTO, Key, leaves, parents, walk
-from megarl.config.outputs import check_sweep_outputs
 from megarl.config.overrides import TextConfigSource, parse_overrides, reading_files
 from megarl.config.problems import InvalidConfigError, Problem, nearest_keys
 from megarl.config.schema.jobs import JobConfig, JobT
-from megarl.config.stored import stored_config
+from megarl.config.stored import check_sweep_outputs, stored_config
 from megarl.config.sweeps import FOLDER_KEYS, SweepSettings, is_hydra, runs_of, sweep_settings
 from megarl.config.verl.adopt import is_verl_key
 from megarl.config.verl.table import table_of
@@ -52,18 +51,12 @@ _RUN_FOLDER = "outputs/${trainer.experiment_name}/${now:%Y-%m-%d_%H-%M-%S}"
 
 @dataclass(frozen=True)
 class ConfigRequest(Generic[JobT]):
-    """The configuration that a command line requests.
-
-    Attributes:
-        config_name: YAML file, without its suffix.
-        overrides: in Hydra's syntax, ``key=value``.
-        config_dir: folder to search before megarl's ``configs/``.
-    """
+    """The configuration that a command line requests."""
 
     schema: type[JobT]
-    config_name: str
-    overrides: tuple[str, ...] = ()
-    config_dir: str | None = None
+    config_name: str  # YAML file, without its suffix
+    overrides: tuple[str, ...] = ()  # in Hydra's syntax, `key=value`
+    config_dir: str | None = None  # folder to search before megarl's `configs/`
 
 
 def compose(request: ConfigRequest[JobT], choose: LayoutChooser | None = None) -> JobT:
@@ -88,37 +81,23 @@ class ChosenLayout(Protocol):
 
 
 class ComposedRun(NamedTuple, Generic[JobT]):
-    """A run before its start.
+    """A run before its start."""
 
-    Attributes:
-        config: typed, complete and checked.
-        values: the values it was built from.
-        folder: absolute path of the run's folder, which may not exist yet.
-        notes: one line for each key of the files or the command line that has another name in megarl, or no effect.
-        layout: the chosen values of ``layout=auto``; None without them.
-    """
-
-    config: JobT
-    values: DictConfig
+    config: JobT  # typed, complete and checked
+    values: DictConfig  # the values it was built from
     overrides: tuple[str, ...]
-    folder: Path
-    notes: list[str]
-    layout: ChosenLayout | None
+    folder: Path  # absolute path of the run's folder, which may not exist yet
+    notes: list[str]  # one line for each key of a file or override that has another name in megarl, or no effect
+    layout: ChosenLayout | None  # the chosen values of `layout=auto`; None without them
 
 
 class ComposedSweep(NamedTuple, Generic[JobT]):
-    """A sweep before its first run.
-
-    Attributes:
-        folder: folder of the sweep, with the folders of its runs.
-        settings: how the runs are chosen and started.
-        runs: all runs in order; for a search one possible run, as the others depend on results.
-    """
+    """A sweep before its first run."""
 
     request: ConfigRequest[JobT]
-    folder: Path
+    folder: Path  # of the sweep, with the folders of its runs
     settings: SweepSettings
-    runs: list[ComposedRun[JobT]]
+    runs: list[ComposedRun[JobT]]  # in order; for a search one possible run, as the others depend on results
 
 
 Changes: TypeAlias = Mapping[str, Any]
@@ -133,17 +112,10 @@ def compose_run(request: ConfigRequest[JobT], choose: LayoutChooser | None = Non
     return _compose(request, choose)
 
 
-def compose_draft(request: ConfigRequest[JobT]) -> JobT:
-    """Compose as :func:`compose`, without the checks across sections: layouts and batches may not divide."""
-    sweep_settings(parse_overrides(request.overrides, request.schema), multirun=False)
-    return _compose(request, is_draft=True).config
-
-
 def _compose(
     request: ConfigRequest[JobT],
     choose: LayoutChooser | None = None,
     place: tuple[Path, int] | None = None,
-    is_draft: bool = False,
 ) -> ComposedRun[JobT]:
     """Compose a run; one of a sweep has a place: the sweep's folder and its number."""
     keys = dict(walk(request.schema))
@@ -157,11 +129,7 @@ def _compose(
     try:
         if choose is not None and not problems and values.get("layout") == AUTO:
             layout = fill_layout(request.schema, values, choose, _set_keys(request, valid, keys))
-        config = (
-            build_draft(request.schema, values, overridden)
-            if is_draft
-            else build(request.schema, values, root, overridden)
-        )
+        config = build(request.schema, values, root, overridden)
     except InvalidConfigError as error:
         raise InvalidConfigError([*problems, *error.problems]) from error
     if problems:
@@ -191,10 +159,7 @@ def _pop_folder(values: DictConfig, place: tuple[Path, int] | None) -> tuple[Pat
 
 
 def fill_layout(schema: type[JobT], values: DictConfig, choose: LayoutChooser, fixed: frozenset[str]) -> ChosenLayout:
-    """Set the values of ``layout=auto``, in place, and return them.
-
-    Args:
-        fixed: keys that files or the command line set.
+    """Set the values of ``layout=auto`` in place and return them; keys that files or overrides set are ``fixed``.
 
     Raises:
         ConfigError, ModelError: nothing fits, or the values are wrong.
@@ -255,10 +220,6 @@ def compose_run_of(
     sweep: ComposedSweep[JobT], overrides: Sequence[str], number: int, choose: LayoutChooser | None = None
 ) -> ComposedRun[JobT]:
     """Compose one run of a sweep; its files without an explicit path go to its own folder.
-
-    Args:
-        sweep: the sweep; its runs may be missing.
-        number: of the run, from 0.
 
     Raises:
         ConfigError: as :func:`compose`, with the overrides of the run.

@@ -45,16 +45,15 @@ class KeyLimits(NamedTuple):
                 return f"must have {self.length} entries"
             return next((text for text in map(self.complaint, value) if text), None)
         if isinstance(value, str):
-            empty = not value.strip() and not self.empty
-            return "must not be empty; give a value, or leave the key out" if empty else self._choice_complaint(value)
+            if not value.strip() and not self.empty:
+                return "must not be empty; give a value, or leave the key out"
+            is_custom = self.custom and (":" in value or "." in value)
+            return (
+                f"must be {self.describe()}" if self.choices and value not in self.choices and not is_custom else None
+            )
         if isinstance(value, int | float) and not isinstance(value, bool) and not self._in_range(value):
             return f"must be {self.describe() or 'a finite number'}"
         return None
-
-    def _choice_complaint(self, value: str) -> str | None:
-        if not self.choices or value in self.choices or (self.custom and (":" in value or "." in value)):
-            return None
-        return f"must be {self.describe()}"
 
     def _in_range(self, value: float) -> bool:
         if value in self.allowed:
@@ -84,12 +83,7 @@ class KeyLimits(NamedTuple):
 
 
 class Key(NamedTuple):
-    """One declared key or section of a configuration class.
-
-    Attributes:
-        auto: whether the value follows other keys by default, and is None until it is derived.
-        inherits: whether the value of another section is the default; for a section, of all its keys.
-    """
+    """One declared key or section of a configuration class."""
 
     name: str
     annotation: Any  # the resolved type, without None
@@ -97,8 +91,8 @@ class Key(NamedTuple):
     default: Any
     doc: str = ""
     limits: KeyLimits = KeyLimits()
-    auto: bool = False
-    inherits: bool = False
+    auto: bool = False  # the value follows other keys by default, and is None until it is derived
+    inherits: bool = False  # the value of another section is the default; for a section, of all its keys
 
     @property
     def accepts_auto(self) -> bool:
@@ -174,12 +168,7 @@ def key(default: Any, doc: str, **limits: Any) -> Any:
 
 
 def derived_key(doc: str, **limits: Any) -> Any:
-    """Declare a key whose default is ``auto``: its value follows other keys. The field is None until it is derived.
-
-    Args:
-        doc: meaning of the key, with its unit, and what ``auto = ...`` is.
-        limits: fields of :class:`KeyLimits`.
-    """
+    """Declare a :func:`key` whose default is ``auto``: ``doc`` says what. The field is None until it is derived."""
     return dataclasses.field(default=None, metadata={"doc": doc, "limits": KeyLimits(**limits), "auto": True})
 
 
@@ -189,7 +178,7 @@ def section(factory: Any, doc: str = "", *, inherits: bool = False, **overrides:
     Args:
         factory: its class; None for an optional section that is absent by default.
         doc: meaning of the section, beyond that of its class.
-        inherits: whether all its keys are ``auto``, the values of another section (:mod:`megarl.config.inherited`).
+        inherits: whether all its keys are ``auto``, the values of another section (:mod:`megarl.config.derived`).
         overrides: defaults that differ from those of the class.
     """
     make = (lambda: None) if factory is None else lambda: factory(**overrides)
@@ -197,11 +186,7 @@ def section(factory: Any, doc: str = "", *, inherits: bool = False, **overrides:
 
 
 def keys_of(schema: Any) -> Sequence[Key]:
-    """Return the declared keys of a configuration class, or of an instance, whose values then count as defaults.
-
-    Args:
-        schema: a dataclass, or an instance of one.
-    """
+    """Return the declared keys of a configuration class, or of an instance, whose values then count as defaults."""
     cls: Hashable = schema if isinstance(schema, type) else type(schema)
     keys = _keys_of_class(cls)
     return keys if cls is schema else [item._replace(default=getattr(schema, item.name)) for item in keys]
@@ -292,12 +277,7 @@ def lookup(values: Any, path: str) -> Any:
 
 
 def with_values(config: _Config, values: Mapping[str, Any]) -> _Config:
-    """Return a copy of a configuration with other values.
-
-    Args:
-        config: any configuration; it is frozen and stays unchanged.
-        values: by dotted path.
-    """
+    """Return a copy of a configuration with other values, by dotted path."""
     result: Any = config
     for path, value in values.items():
         result = _with_value(result, path.split("."), value)

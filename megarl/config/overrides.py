@@ -40,11 +40,7 @@ _REMEDY = """write it as key=value, and a value with special characters in quote
 
 
 def override_of(key: str, value: Any) -> str:
-    """Write an override in Hydra's syntax, with all texts in quotes.
-
-    Args:
-        value: None, a truth value, a number, a text, or a list or mapping of them.
-    """
+    """Write an override of plain values in Hydra's syntax, with all texts in quotes."""
     return f"{key}={_written(value)}"
 
 
@@ -196,11 +192,7 @@ _READING: ContextVar[_Reading] = ContextVar("reading")
 
 @contextmanager
 def reading_files(schema: type) -> Iterator[list[str]]:
-    """Let Hydra read the YAML files of a job within the context.
-
-    Yields:
-        One line for each name in the files that is not megarl's, as Hydra reads them.
-    """
+    """Let Hydra read the YAML files of a job; yields a line for each foreign name in them."""
     Plugins.instance().register(TextConfigSource)
     reading = _Reading(schema, [])
     token = _READING.set(reading)
@@ -270,10 +262,7 @@ class TextConfigSource(ConfigSource):
 def _restore(config: Any, node: yaml.Node, schema: type, prefixes: Sequence[str]) -> None:
     """Replace numbers and truth values of text keys by their characters, in place.
 
-    Args:
-        config: what OmegaConf made from ``node``, a mapping or a list.
-        node: of the YAML file.
-        prefixes: possible paths of ``config``, each with a dot at its end.
+    ``config`` is what OmegaConf made from ``node``; ``prefixes`` are its possible paths, with a dot at their end.
     """
     is_mapping = isinstance(node, yaml.MappingNode)
     for position, entry in enumerate(node.value):

@@ -10,17 +10,12 @@ from megarl.base.errors import ConfigError
 
 
 class Problem(NamedTuple):
-    """One wrong key.
-
-    Attributes:
-        text: the problem and its remedy.
-        code: stable name of the problem (:class:`~megarl.base.errors.MegarlError`).
-    """
+    """One wrong key."""
 
     path: str
     value: Any
-    text: str
-    code: str
+    text: str  # the problem and its remedy
+    code: str  # stable name of the problem (`megarl.base.errors.MegarlError`)
     doc: str = ""
 
     def describe(self) -> str:

@@ -1,9 +1,9 @@
-"""Flags of a job's command line that stand for keys: ``megarl grpo --model FOLDER --data FILE --reward gsm8k``."""
+"""Arguments of a configuration, and flags for keys: ``megarl grpo --model FOLDER --data FILE --reward gsm8k``."""
 
 from __future__ import annotations
 
 import argparse
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
@@ -24,13 +24,9 @@ class _Flag(NamedTuple):
     keys: tuple[str, ...]
     metavar: str
     help: str
-    overrides: Callable[[str, Any], Iterator[tuple[str, Any]]]
+    overrides: Callable[[str, Any], Iterable[tuple[str, Any]]]
     """Keys and values from the flag's key and value."""
     many: bool = False
-
-
-def _same(key: str, value: Any) -> Iterator[tuple[str, Any]]:
-    yield key, value
 
 
 def _data(key: str, value: list[str]) -> Iterator[tuple[str, Any]]:
@@ -60,7 +56,7 @@ def _teacher(key: str, value: str) -> Iterator[tuple[str, Any]]:
 
 
 _FLAGS = {
-    "model": _Flag(_MODEL, "MODEL", "folder, or owner/name of the Hugging Face Hub", _same),
+    "model": _Flag(_MODEL, "MODEL", "folder, or owner/name of the Hugging Face Hub", lambda key, value: [(key, value)]),
     "data": _Flag(
         ("data.train_files", "data.val_files"),
         "FILE",
@@ -74,6 +70,13 @@ _FLAGS = {
     ),
     "teacher": _Flag((_TEACHER,), "MODEL", "teacher of the distillation, as --model", _teacher),
 }
+
+
+def add_config_arguments(parser: argparse.ArgumentParser, file_help: str) -> None:
+    """Add the overrides, the YAML file and its folder."""
+    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
+    parser.add_argument("--config-name", "-cn", type=lambda name: name.removesuffix(".yaml"), help=file_help)
+    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
 
 
 def add_flags(parser: argparse.ArgumentParser, schema: type) -> None:

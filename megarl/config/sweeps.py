@@ -64,17 +64,11 @@ class _HydraKeys:
 
 
 class SweepSettings(NamedTuple):
-    """How the runs of a sweep are chosen and started.
+    """How the runs of a sweep are chosen and started."""
 
-    Attributes:
-        search: keys of the search by Optuna; None = all combinations of values.
-        cluster: submitit's cluster, ``local`` or ``slurm``; None = the runs follow each other in this process.
-        parameters: of submitit.
-    """
-
-    search: SearchKeys | None = None
-    cluster: str | None = None
-    parameters: Mapping[str, Any] = {}
+    search: SearchKeys | None = None  # the search by Optuna; None = all combinations of values
+    cluster: str | None = None  # submitit's, `local` or `slurm`; None = the runs follow each other in this process
+    parameters: Mapping[str, Any] = {}  # of submitit
 
 
 def is_hydra(override: str) -> bool:
@@ -139,10 +133,7 @@ def _choice(path: str, name: str, text: str) -> str:
 def runs_of(overrides: Sequence[Override], folders: Sequence[Path], *, is_search: bool) -> list[tuple[str, ...]]:
     """Return the overrides of each run: all combinations of values, or for a search the first values.
 
-    Args:
-        overrides: of the sweep.
-        folders: with YAML files, for ``glob``.
-        is_search: whether values are sampled.
+    ``folders`` have the YAML files that ``glob`` matches.
 
     Raises:
         ConfigError: an interval without a search, or a pattern without a file.
@@ -153,7 +144,6 @@ def runs_of(overrides: Sequence[Override], folders: Sequence[Path], *, is_search
 
 
 def _words(override: Override, folders: Sequence[Path], is_search: bool) -> Iterator[str]:
-    """Yield an override with each of its values."""
     value, text = override.value(), str(override.input_line)
     if not override.is_sweep_override():
         yield text
@@ -172,12 +162,7 @@ def _words(override: Override, folders: Sequence[Path], is_search: bool) -> Iter
 
 
 def texts_of(override: Override, folders: Sequence[Path]) -> list[str]:
-    """Return the listed values of an override, as texts.
-
-    Args:
-        override: with values of any kind but an interval.
-        folders: with YAML files, for ``glob``.
-    """
+    """Return the values that an override lists (no interval), as texts; ``glob`` matches YAML files in ``folders``."""
     value = override.value()
     if isinstance(value, Glob):
         files = [file for folder in folders for file in folder.joinpath(override.key_or_group).glob("*.yaml")]

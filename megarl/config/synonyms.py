@@ -115,11 +115,9 @@ _KEYS: dict[str, str] = {
 
 
 def synonyms(path: str, job_keys: Collection[str]) -> list[str]:
-    """Return up to three keys of a setting that has another name elsewhere, the usual one first.
+    """Return up to three of a job's keys for a setting with another name elsewhere, the usual one first.
 
-    Args:
-        path: unknown key; its last part is looked up. Keys in the same section take precedence.
-        job_keys: keys of the job.
+    The last part of ``path`` is looked up; keys in its section take precedence.
     """
     name = path.rpartition(".")[2].replace("-", "_").lower()
     keys = [key for key in _table().get(name, ()) if key in job_keys]

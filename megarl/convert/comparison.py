@@ -4,15 +4,15 @@ from __future__ import annotations
 
 import math
 import threading
+from contextlib import closing
 from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
 
-from megarl.convert.output import Band, bands_of
+from megarl.convert.output import Band, bands_of, in_parallel, progress
 from megarl.convert.source import SCORE, CheckpointSource
 from megarl.convert.stored import Files, Scratch
-from megarl.convert.transfer import in_parallel, progress
 
 
 @dataclass
@@ -90,11 +90,8 @@ def _compare_values(
 
     bands = (band for name in names for band in bands_of(first.tensors[name], torch.float64))
     total = sum(math.prod(first.tensors[name].shape) * 8 for name in names)
-    try:
-        with progress("comparing", total) as report:
-            in_parallel(check, bands, workers)
-    finally:
-        files.close()
+    with closing(files), progress("comparing", total) as report:
+        in_parallel(check, bands, workers)
     order = {name: n for n, name in enumerate(names)}
     result.different = dict(sorted(result.different.items(), key=lambda item: order[item[0]]))
 
@@ -111,12 +108,10 @@ def _differing(a: torch.Tensor, b: torch.Tensor) -> tuple[int, float]:
 
 def _forget_zero_bias(source: CheckpointSource, names: list[str]) -> None:
     if SCORE[1] in names:
-        view, files = source.tensors[SCORE[1]], Files()
-        try:
+        view = source.tensors[SCORE[1]]
+        with closing(Files()) as files:
             if not view.read(0, view.shape[0], view.dtype, files, Scratch()).any():
                 names.remove(SCORE[1])
-        finally:
-            files.close()
 
 
 def describe(comparison: Comparison, first: Path, second: Path, limit: int = 20) -> str:

@@ -24,9 +24,8 @@ from megarl.base.atomic_write import atomic_write_text, replace_folder, restore_
 from megarl.base.errors import CheckpointError
 from megarl.base.files import flush_path
 from megarl.base.json_text import parse_json
-from megarl.convert.output import OutputPlan, plan_adapters, plan_hugging_face, plan_role, select
+from megarl.convert.output import OutputPlan, plan_adapters, plan_hugging_face, plan_role, progress, select, transfer
 from megarl.convert.source import HUGGING_FACE, MEGARL, PEFT, CheckpointSource
-from megarl.convert.transfer import progress, transfer
 from megarl.models.hf_writer import copy_companions
 from megarl.models.multi_token import warn_of_missing_layers
 
@@ -113,7 +112,6 @@ def _write_small(folder: Path, plan: OutputPlan, source: CheckpointSource) -> No
 
 
 def _check_separate(source: CheckpointSource, destination: Path) -> None:
-    """Raise if the destination contains the source."""
     target = destination.resolve()
     for path in (source.path.resolve(), source.companions.resolve()):
         if target == path or target in path.parents:

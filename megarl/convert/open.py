@@ -1,5 +1,9 @@
 """Detection and opening of checkpoints: Hugging Face folders, megarl roles and ``torch_dist`` folders.
 
+A ``torch_dist`` checkpoint of Megatron-Core stores each parameter once and unsplit, under its Megatron name, as rank 0
+of TP 1 holds it. The weight map of an unsplit model therefore gives the location of each Hugging Face tensor; only
+names are translated here: all layers, or all experts of a layer, may be stacked in one tensor.
+
 The arguments in a checkpoint of another program are a pickle. It is searched only for the path of the model folder,
 with every class replaced by an empty one, so that none of its code runs.
 """
@@ -10,18 +14,17 @@ import io
 import pickle
 import re
 import zipfile
-from collections.abc import Mapping
+from collections import defaultdict
+from collections.abc import Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 
 from megarl.base.checkpoint_files import HF_FOLDER, INDEX, POINTER, read_index
 from megarl.base.errors import CheckpointError, ModelError
 from megarl.base.json_text import parse_json
-from megarl.convert.adapters import base_of_role, options_of_folder, options_of_role, read_document, with_base
-from megarl.convert.experts import expert_view, quantized_expert_view
 from megarl.convert.source import (
     DTYPES,
     HUGGING_FACE,
@@ -30,26 +33,153 @@ from megarl.convert.source import (
     SCORE,
     STATE_FILE,
     STATE_FORMAT,
+    TORCH_DIST,
     WEIGHT,
     CheckpointSource,
+    ExpertView,
+    QuantizedExpertView,
+    base_of_role,
+    options_of_folder,
+    options_of_role,
     stored_tensors,
     whole_view,
+    with_base,
     without_head_bias,
 )
-from megarl.convert.stored import Chunk, StoredTensor, TensorView
-from megarl.convert.torch_dist import open_torch_dist
-from megarl.models import ModelConfig, ParallelLayout, WeightMap, read_model_config
+from megarl.convert.stored import Chunk, StoredTensor, TensorView, ViewRegion
+from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, canonical_name, read_model_config
 from megarl.models.hf_folder import (
     INDEX_FILE,
     SINGLE_FILE,
     ModelIdentity,
     TensorEntry,
     check_model_folder,
+    stacked_parts,
     tensor_entries,
 )
 from megarl.models.multi_token import is_multi_token, unused_tensors
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder
+
+_PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)+")
+_STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.|^(?:rng_state|rerun_state_machine_state|opt_param_scheduler)")
+_EXTRA = re.compile(r"(?:^|\.)_extra_state(?:/|$)")
+_LAYERS = "decoder.layers."
+_EXPERTS = re.compile(r"\.experts\.experts\.(?:(\d+)\.)?(linear_fc[12])\.")
+_LATENT_NORMS = {
+    ".linear_q_up_proj.layer_norm_weight": ".q_layernorm.weight",
+    ".linear_kv_up_proj.layer_norm_weight": ".kv_layernorm.weight",
+}
+_EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
+_HALVES = {"_w": 0, "_v": 1}  # gate and up of a fused layer, if saved separately
+
+
+class _Located(NamedTuple):
+    """Rows of a Megatron parameter, starting at ``row``: ``stored[leading]``."""
+
+    stored: StoredTensor
+    leading: tuple[int, ...]
+    row: int
+
+    @property
+    def shape(self) -> tuple[int, ...]:
+        return self.stored.shape[len(self.leading) :]
+
+
+def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> CheckpointSource:
+    """Open a checkpoint, with config and tokenizer in the folder ``companions``.
+
+    Raises:
+        CheckpointError: a file is missing or truncated, or the parameters do not fit the model.
+    """
+    if stacked_parts(config):
+        raise CheckpointError(
+            f"checkpoint {path}: a torch_dist checkpoint of {config.architecture} cannot be read: other programs order "
+            "the rows of its experts differently; use its Hugging Face export",
+            code="convert.torch-dist-experts",
+        )
+    index = read_index(path)
+    names = [name for name in index.state_dict_metadata if not _STATE.search(name) and not _EXTRA.search(name)]
+    stored = stored_tensors(path, index, names)
+    located = _locate_all(path, stored)
+    heads = located.get(_OUTPUT, [])
+    value_head = bool(heads) and heads[0].shape[0] == 1
+    has_bias = "output_layer.bias" in located
+    weight_map = WeightMap(config if has_bias or not value_head else without_head_bias(config), value_head)
+    params = weight_map.megatron_params(ParallelLayout(), 0)
+    regions: dict[str, list[ViewRegion]] = defaultdict(list)
+    for param in params:
+        located_rows = _check_rows(path, param, located.pop(param.name, []), weight_map, companions)
+        for piece in param.pieces:
+            row, *columns = piece.at
+            place = [p for p in located_rows if p.row <= row][-1]
+            at = (*place.leading, row - place.row, *columns)
+            regions[piece.hf_name].append(ViewRegion(piece.start, piece.stop, place.stored, at))
+    shapes = weight_map.hf_shapes()
+    views = {n: TensorView(n, shape, regions[n][0].stored.dtype, tuple(regions[n])) for n, shape in shapes.items()}
+    left_out = tuple(sorted({location.stored.name for locations in located.values() for location in locations}))
+    state = sorted({name.partition(".")[0] for name in index.state_dict_metadata if _STATE.search(name)})
+    rows = [t.shape[0] for n, t in stored.items() if n.endswith("word_embeddings.weight")]
+    vocabulary = {"vocabulary": f"{config.vocab_size} of {rows[0]} rows"} if rows else {}
+    source = CheckpointSource(path, TORCH_DIST, config, companions, views, left_out, tuple(state), vocabulary)
+    source.check_files()
+    return source
+
+
+def _locate_all(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, list[_Located]]:
+    """Return the stored tensors of each parameter, by its name in the weight map."""
+    result: dict[str, list[_Located]] = defaultdict(list)
+    for name, tensor in stored.items():
+        try:
+            for full, index, row in _names(_PREFIX.sub("", name), tensor.shape):
+                result[full].append(_Located(tensor, index, row))
+        except IndexError:
+            text = f"checkpoint {path}: '{name}' of shape {list(tensor.shape)} lacks a dimension"
+            raise CheckpointError(text, code="convert.config-mismatch") from None
+    for locations in result.values():
+        locations.sort(key=lambda location: location.row)
+    return result
+
+
+def _names(name: str, shape: tuple[int, ...]) -> Iterator[tuple[str, tuple[int, ...], int]]:
+    """Yield the parameters in a stored tensor: name, index of its leading dimensions, first row."""
+    half = next((h for suffix, h in _HALVES.items() if name.endswith(f".weight{suffix}")), 0)
+    name = re.sub(r"\.weight_[wv]$", ".weight", name)
+    for fused, plain in _LATENT_NORMS.items():
+        name = name.replace(fused, plain)
+    layers: list[tuple[str, tuple[int, ...]]] = [(name, ())]
+    if name.startswith(_LAYERS) and not name.removeprefix(_LAYERS)[0].isdigit():
+        layers = [(f"{_LAYERS}{n}.{name.removeprefix(_LAYERS)}", (n,)) for n in range(shape[0])]
+    for full, index in layers:
+        experts = _EXPERTS.search(full)
+        if experts is None:
+            yield canonical_name(full), index, half * shape[len(index)]
+            continue
+        numbers = [(int(experts[1]), index)] if experts[1] else [(n, (*index, n)) for n in range(shape[len(index)])]
+        for number, leading in numbers:
+            local = _EXPERTS.sub(rf".experts.local_experts.{number}.\2.", full)
+            yield local, leading, half * shape[len(leading)]
+
+
+def _check_rows(
+    path: Path, param: LocalParam, located: list[_Located], weight_map: WeightMap, companions: Path
+) -> list[_Located]:
+    """Return the stored tensors of a parameter after checking their shapes; the vocabulary may have any padding."""
+    if not located:
+        text = f"checkpoint {path} lacks '{param.name}' of the model of {companions}/config.json"
+        raise CheckpointError(text, code="convert.config-mismatch")
+    height, row_shapes = sum(location.shape[0] for location in located), {location.shape[1:] for location in located}
+    vocab = param.name == _EMBEDDING or (param.name == _OUTPUT and not weight_map.value_head)
+    minimum = weight_map.config.vocab_size if vocab else param.shape[0]
+    if row_shapes != {param.shape[1:]} or height < minimum or (height != minimum and not vocab):
+        names = " and ".join(f"'{location.stored.name}' {list(location.shape)}" for location in located)
+        raise CheckpointError(
+            f"checkpoint {path}: {names}; by {companions}/config.json '{param.name}' has shape "
+            f"{[minimum, *param.shape[1:]]}",
+            code="convert.config-mismatch",
+        )
+    return located
+
 
 CONFIG = "config.json"
 HF_FOLDERS = (HF_FOLDER, "hf_config", "")
@@ -81,7 +211,7 @@ def open_source(path: str | Path, model: str | Path | None = None, role: str | N
     companions = _find_model(folder, given)
     config = read_model_config(companions)
     if (folder / STATE_FILE).is_file():
-        return _with_carried(open_role(folder, config, companions, given), _initial_folder(folder))
+        return open_role(folder, config, companions, given)
     return _with_carried(open_torch_dist(folder, config, companions))
 
 
@@ -172,11 +302,7 @@ def model_folders(checkpoint: Path) -> list[Path]:
 
 
 def _arguments_file(checkpoint: Path) -> Path | io.BytesIO:
-    """Return the file with the checkpoint's arguments, or their bytes among the weights.
-
-    Raises:
-        StopIteration: the checkpoint has none.
-    """
+    """Return the file with the checkpoint's arguments, or their bytes among the weights."""
     if (checkpoint / _ARGUMENTS_FILE).exists():
         return checkpoint / _ARGUMENTS_FILE
     places = read_index(checkpoint).storage_data
@@ -208,7 +334,6 @@ class _Empty:
 
 class _EmptyUnpickler(pickle.Unpickler):  # noqa: S301 - placeholders only, no code
     def find_class(self, module: str, name: str) -> Any:
-        """Return the empty class for every name."""
         return _Empty
 
     def persistent_load(self, pid: Any) -> Any:
@@ -242,14 +367,16 @@ def open_hugging_face(path: Path) -> CheckpointSource:
 
 
 def _view(name: str, entry: TensorEntry) -> TensorView:
-    """View of a tensor of the weight map in a folder."""
     if entry.expert is None:
         return whole_view(name, _stored(name, entry))
     assert entry.whole is not None
     if entry.scales is None:
-        return expert_view(name, _stored(name, entry.whole), entry.expert)
+        stored = _stored(name, entry.whole)
+        regions = whole_view(name, stored).regions
+        return ExpertView(name, stored.shape[:0:-1], stored.dtype, regions, stored, entry.expert)
     blocks, scales = (_stored_as(name, part, torch.uint8) for part in (entry.whole, entry.scales))
-    return quantized_expert_view(name, entry.shape, blocks, scales, entry.expert)
+    regions = (*whole_view(name, blocks).regions, *whole_view(name, scales).regions)
+    return QuantizedExpertView(name, entry.shape, torch.bfloat16, regions, blocks, scales, entry.expert)
 
 
 def _stored(name: str, entry: TensorEntry) -> StoredTensor:
@@ -262,13 +389,6 @@ def _stored(name: str, entry: TensorEntry) -> StoredTensor:
 def _stored_as(name: str, entry: TensorEntry, dtype: torch.dtype) -> StoredTensor:
     chunk = Chunk((0,) * len(entry.shape), entry.shape, entry.file, entry.offset)
     return StoredTensor(name, entry.shape, dtype, (chunk,))
-
-
-def _initial_folder(path: Path) -> Path | None:
-    """Return the folder of the initial model that a role's checkpoint names; it may not exist on this machine."""
-    document = read_document(path / STATE_FILE)
-    initial = document.get("initial") or (document.get("base") or {}).get("path")
-    return Path(initial) if isinstance(initial, str) else None
 
 
 def _with_carried(source: CheckpointSource, initial: Path | None = None) -> CheckpointSource:
@@ -315,50 +435,48 @@ def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | N
     """Open the checkpoint of a megarl role, saved in any layout.
 
     Args:
-        path: the folder with ``state.json``.
         companions: folder with the model's config and tokenizer.
         model: base model of a checkpoint of adapters; None = the folder that the run had.
 
     Raises:
         CheckpointError: a file is missing, malformed or truncated, or the tensors do not fit the model.
     """
-    facts = _state_facts(path)
+    document, facts = _read_state(path / STATE_FILE)
+    initial = document.get("initial") or (document.get("base") or {}).get("path")
     index = read_index(path)
     keys = [key for key in index.state_dict_metadata if key.startswith(WEIGHT)]
     stored = {t.name.removeprefix(WEIGHT): t for t in stored_tensors(path, index, keys).values()}
     shaped = config
     if SCORE[0] in stored and SCORE[1] not in stored:
         shaped = without_head_bias(config)
-    document = read_document(path / STATE_FILE)
     if document.get("lora"):
         views = {name: whole_view(name, tensor) for name, tensor in stored.items()}
         bare = CheckpointSource(path, MEGARL, shaped, companions, {}, facts=facts)
         base = open_hugging_face(base_of_role(path, document, model))
         source = with_base(bare, base, views, options_of_role(document))
-        source.check_files()
-        return source
-    expected = WeightMap(shaped, value_head=SCORE[0] in stored).hf_shapes()
+    else:
+        expected = WeightMap(shaped, value_head=SCORE[0] in stored).hf_shapes()
+        _check_shapes(path, stored, expected, companions)
+        views = {name: whole_view(name, stored[name]) for name in expected}
+        state = tuple(sorted({key.partition("/")[0] for key in index.state_dict_metadata} - {"weight"}))
+        source = CheckpointSource(path, MEGARL, config, companions, views, state=state, facts=facts)
+    source.check_files()
+    return _with_carried(source, Path(initial) if isinstance(initial, str) else None)
+
+
+def _check_shapes(
+    path: Path, stored: Mapping[str, StoredTensor], expected: Mapping[str, tuple[int, ...]], companions: Path
+) -> None:
     for name in [*expected, *stored]:
         if name not in stored or expected.get(name) != stored[name].shape:
             actual = f"has shape {list(stored[name].shape)}" if name in stored else "is absent"
             expected_shape = f"of shape {list(expected[name])}" if name in expected else "not part of the model"
             text = f"checkpoint {path}: tensor '{name}' {actual}; by {companions}/config.json it is {expected_shape}"
             raise CheckpointError(text, code="convert.config-mismatch")
-    source = CheckpointSource(
-        path,
-        MEGARL,
-        config,
-        companions,
-        {name: whole_view(name, stored[name]) for name in expected},
-        state=tuple(sorted({key.partition("/")[0] for key in index.state_dict_metadata} - {"weight"})),
-        facts=facts,
-    )
-    source.check_files()
-    return source
 
 
-def _state_facts(path: Path) -> dict[str, Any]:
-    file = path / STATE_FILE
+def _read_state(file: Path) -> tuple[Mapping[str, Any], dict[str, Any]]:
+    """Read and check a role's ``state.json``; return it, and its facts for reports."""
     try:
         document = parse_json(file.read_text(encoding="utf-8"))
         if document["format"] != STATE_FORMAT:
@@ -368,7 +486,7 @@ def _state_facts(path: Path) -> dict[str, Any]:
         if document.get("lora"):
             options_of_role(document)
             ModelIdentity(**document["base"])
-        return {
+        return document, {
             "saved by": f"megarl {document['megarl_version']} in {layout}",
             "dtype": document["dtype"],
             "optimizer steps": document["steps"],

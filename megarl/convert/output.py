@@ -1,19 +1,26 @@
-"""Output plan: files, their bands of tensors and fixed bytes, exact to the byte before anything is written."""
+"""Output of a conversion: its files, exact to the byte before anything is written, and the parallel copy into them."""
 
 from __future__ import annotations
 
+import contextlib
 import io
 import json
 import math
+import os
 import pickle
 import struct
+import threading
 from collections import Counter
-from collections.abc import Collection, Iterator, Mapping
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
 from functools import lru_cache
-from typing import Any, NamedTuple
+from pathlib import Path
+from typing import Any, NamedTuple, TypeVar
 
 import torch
+from rich.console import Console
+from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeRemainingColumn, TransferSpeedColumn
 from torch.distributed.checkpoint.filesystem import _StorageInfo
 from torch.distributed.checkpoint.metadata import (
     ChunkStorageMetadata,
@@ -27,7 +34,6 @@ from torch.distributed.checkpoint.metadata import (
 from megarl.base.checkpoint_files import INDEX
 from megarl.base.errors import CheckpointError
 from megarl.base.version import __version__
-from megarl.convert.experts import by_file, stacked_views
 from megarl.convert.source import (
     DTYPES,
     SCORE,
@@ -36,9 +42,10 @@ from megarl.convert.source import (
     WEIGHT,
     CheckpointSource,
     StoredAdapters,
+    by_file,
+    stacked_views,
 )
-from megarl.convert.stored import TensorView
-from megarl.convert.torch_zip import locate_tensor
+from megarl.convert.stored import Files, Scratch, TensorView, locate_tensor
 from megarl.models import ParallelLayout, WeightMap
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, StackedPart, stacked_parts
 from megarl.models.hf_writer import exported_config, needs_head_bias
@@ -227,11 +234,8 @@ def _safetensors(name: str, tensors: list[str], selection: Selection) -> FilePla
 def plan_role(selection: Selection, max_shard_bytes: int) -> OutputPlan:
     """Plan a role checkpoint with weights only, in the format of :mod:`megarl.megatron.checkpoint.sharded`.
 
-    Args:
-        selection: tensors to write, in one dtype, except weights that the model keeps in float32 (in any dtype).
-
     Raises:
-        CheckpointError: the tensors have several dtypes.
+        CheckpointError: the tensors have several dtypes, besides weights that the model keeps in float32.
     """
     trained = {dtype for name, dtype in selection.dtypes.items() if name not in selection.float32}
     mixed = trained - {selection.dtype, torch.float32}
@@ -305,3 +309,115 @@ def _shards(selection: Selection, max_shard_bytes: int) -> list[list[str]]:
 
 def _json(content: Mapping[str, object]) -> bytes:
     return (json.dumps(content, indent=2) + "\n").encode()
+
+
+_T = TypeVar("_T")
+Report = Callable[[int], None]  # called with the number of bytes done, from any thread
+
+
+def in_parallel(work: Callable[[_T, Scratch], None], items: Iterable[_T], workers: int) -> None:
+    """Call ``work`` for every item, started in order; the first error stops further items and is raised.
+
+    ``work`` receives an item and its worker's scratch memory. Reading, writing and copying release the interpreter
+    lock.
+    """
+    iterator, lock, stop = iter(items), threading.Lock(), threading.Event()
+
+    def loop() -> None:
+        scratch = Scratch()
+        torch.set_num_threads(1)
+        while not stop.is_set():
+            with lock:
+                item = next(iterator, iterator)
+            if item is iterator:
+                return
+            try:
+                work(item, scratch)  # type: ignore[arg-type]  # not the sentinel
+            except BaseException:
+                stop.set()
+                raise
+
+    with ThreadPoolExecutor(workers, thread_name_prefix="convert") as pool:
+        futures = [pool.submit(loop) for _ in range(workers)]
+        try:
+            for future in futures:
+                future.result()
+        finally:
+            stop.set()
+
+
+class _OpenFile:
+    """An output file until all its bands are written."""
+
+    def __init__(self, path: Path, plan: FilePlan) -> None:
+        self.plan, self._left, self._lock = plan, len(plan.bands), threading.Lock()
+        self.descriptor = os.open(path, os.O_RDWR | os.O_CREAT | os.O_CLOEXEC, 0o644)
+        os.ftruncate(self.descriptor, plan.size)
+        for offset, content in plan.fixed:
+            _write(self.descriptor, memoryview(content), offset)
+
+    def band_done(self) -> bool:
+        """Count a written band; return whether it was the last."""
+        with self._lock:
+            self._left -= 1
+            return self._left == 0
+
+    def finish(self) -> None:
+        """Flush the file to disk and close it."""
+        try:
+            os.fsync(self.descriptor)
+        finally:
+            os.close(self.descriptor)
+
+
+def transfer(
+    files: Iterable[FilePlan], folder: Path, workers: int, finished: Callable[[str], None], report: Report
+) -> None:
+    """Write files.
+
+    Args:
+        finished: called with the name of each file that is complete and flushed to disk.
+        report: called with the number of bytes written.
+
+    Raises:
+        CheckpointError: a part of the source is missing or damaged, or writing failed, for example on a full disk.
+    """
+    sources = Files()
+
+    def bands() -> Iterator[tuple[_OpenFile, Band]]:
+        for plan in files:
+            opened = _OpenFile(folder / plan.name, plan)
+            for band in plan.bands:
+                yield opened, band
+
+    def move(item: tuple[_OpenFile, Band], scratch: Scratch) -> None:
+        opened, band = item
+        rows = band.view.read(band.first, band.last, band.dtype, sources, scratch)
+        _write(opened.descriptor, rows.view(-1).view(torch.uint8).numpy().data, band.offset)
+        report(band.nbytes)
+        if opened.band_done():
+            opened.finish()
+            finished(opened.plan.name)
+
+    try:
+        with contextlib.closing(sources):
+            in_parallel(move, bands(), workers)
+    except OSError as error:
+        raise CheckpointError(f"writing to {folder} failed: {error}", code="convert.write-failed") from error
+
+
+def _write(descriptor: int, content: memoryview, offset: int) -> None:
+    while content:
+        count = os.pwrite(descriptor, content, offset)
+        content, offset = content[count:], offset + count
+
+
+@contextlib.contextmanager
+def progress(title: str, total: int, done: int = 0, show: bool = True) -> Iterator[Report]:
+    """Show a progress bar of bytes on a terminal's stderr; yields a function that adds some, from any thread."""
+    columns = (TextColumn("{task.description}"), BarColumn(), DownloadColumn(), TransferSpeedColumn(),
+               TextColumn("left"), TimeRemainingColumn())  # fmt: skip
+    console = Console(stderr=True)
+    with Progress(*columns, console=console, disable=not (show and console.is_terminal)) as bar:
+        task = bar.add_task(title, total=total, completed=done)
+        yield lambda count: bar.advance(task, count)

@@ -1,6 +1,9 @@
 """Tensors in checkpoint files, of which any rectangle can be read without loading the rest.
 
-torch's DCP reader loads every stored chunk as a whole; a conversion in constant memory reads bands of rows.
+torch's DCP reader loads every stored chunk as a whole; a conversion in constant memory reads bands of rows. The files
+of a distributed checkpoint are sequences of ``torch.save`` archives, but ``torch.load(mmap=True)`` needs one file per
+archive. An archive's pickle is not executed: it may only name functions that build a tensor, which are replaced by
+functions that record their arguments.
 """
 
 from __future__ import annotations
@@ -8,17 +11,134 @@ from __future__ import annotations
 import io
 import math
 import os
+import pickle
+import struct
+import zipfile
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import torch
 from torch import Tensor
 
 from megarl.base.errors import CheckpointError
-from megarl.convert.torch_zip import locate_tensor
+
+_LOCAL_HEADER = 30  # bytes of a zip entry's header before its name
+_STORAGES = {
+    "DoubleStorage": torch.float64,
+    "FloatStorage": torch.float32,
+    "HalfStorage": torch.float16,
+    "BFloat16Storage": torch.bfloat16,
+    "LongStorage": torch.int64,
+    "IntStorage": torch.int32,
+    "ShortStorage": torch.int16,
+    "CharStorage": torch.int8,
+    "ByteStorage": torch.uint8,
+    "BoolStorage": torch.bool,
+}
+
+
+class SavedTensor(NamedTuple):
+    """A tensor in an archive."""
+
+    offset: int  # offset of the first element from the start of the archive, in bytes
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]  # strides in elements
+
+
+class _Storage(NamedTuple):
+    dtype: torch.dtype
+    key: str
+
+
+def locate_tensor(archive: BinaryIO) -> SavedTensor:
+    """Locate the single tensor of an archive, a file with exactly the archive.
+
+    Raises:
+        CheckpointError: the file is no such archive, is damaged, or its pickle names anything but a tensor.
+    """
+    try:
+        with zipfile.ZipFile(archive) as entries:
+            names = set(entries.namelist())
+            root = next(name for name in names if name.endswith("/data.pkl")).removesuffix("data.pkl")
+            order = _content(archive, entries.getinfo(root + "byteorder")) if root + "byteorder" in names else b"little"
+            if order == b"big":
+                raise CheckpointError("its byte order is big; only little is supported", code="checkpoint.byte-order")
+            if order != b"little":
+                raise CheckpointError(f"it is damaged: byte order {order!r}", code="checkpoint.corrupt-file")
+            tensor = _TensorUnpickler(io.BytesIO(_content(archive, entries.getinfo(root + "data.pkl")))).load()
+            if not (isinstance(tensor, _Tensor) and isinstance(tensor.storage, _Storage)):
+                raise CheckpointError("it contains no tensor", code="checkpoint.corrupt-file")
+            return _saved_tensor(archive, entries.getinfo(f"{root}data/{tensor.storage.key}"), tensor)
+    except CheckpointError:
+        raise
+    except Exception as error:  # a damaged archive can raise anything
+        raise CheckpointError(f"it is damaged: {error!r}", code="checkpoint.corrupt-file") from error
+
+
+def _saved_tensor(archive: BinaryIO, entry: zipfile.ZipInfo, tensor: _Tensor) -> SavedTensor:
+    dtype = tensor.storage.dtype
+    last = tensor.first + sum((n - 1) * s for n, s in zip(tensor.shape, tensor.stride, strict=True)) + 1
+    if min(tensor.shape, default=1) and last * dtype.itemsize > entry.file_size:
+        text = f"its tensor of shape {list(tensor.shape)} needs more than {entry.file_size} bytes"
+        raise CheckpointError(text, code="checkpoint.corrupt-file")
+    return SavedTensor(_start(archive, entry) + tensor.first * dtype.itemsize, dtype, tensor.shape, tensor.stride)
+
+
+def _start(archive: BinaryIO, entry: zipfile.ZipInfo) -> int:
+    if entry.compress_type != zipfile.ZIP_STORED:
+        text = f"'{entry.filename}' is compressed, which is not supported"
+        raise CheckpointError(text, code="checkpoint.compressed-file")
+    archive.seek(entry.header_offset + _LOCAL_HEADER - 4)
+    name, extra = struct.unpack("<HH", archive.read(4))
+    return entry.header_offset + _LOCAL_HEADER + int(name) + int(extra)
+
+
+def _content(archive: BinaryIO, entry: zipfile.ZipInfo) -> bytes:
+    """Return the bytes of an entry; torch can write archives without checksums, so none is checked."""
+    archive.seek(_start(archive, entry))
+    return archive.read(entry.file_size)
+
+
+class _Tensor(NamedTuple):
+    storage: _Storage
+    first: int
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+
+def _tensor(storage: Any, first: int, shape: Any, stride: Any, *rest: Any) -> _Tensor:
+    return _Tensor(storage, int(first), tuple(map(int, shape)), tuple(map(int, stride)))
+
+
+_FUNCTIONS: dict[tuple[str, str], Any] = {
+    ("torch._utils", "_rebuild_tensor_v2"): _tensor,
+    ("torch._utils", "_rebuild_tensor"): _tensor,
+    ("torch._utils", "_rebuild_parameter"): lambda tensor, *rest: tensor,
+    ("collections", "OrderedDict"): dict,
+}
+
+
+class _TensorUnpickler(pickle.Unpickler):  # noqa: S301 - known names only
+    def find_class(self, module: str, name: str) -> Any:
+        """Resolve the names of a tensor's pickle to harmless functions."""
+        if (module, name) in _FUNCTIONS:
+            return _FUNCTIONS[module, name]
+        if module == "torch" and name in _STORAGES:
+            return _STORAGES[name]
+        text = f"refused to load '{module}.{name}', which no tensor contains"
+        raise CheckpointError(text, code="checkpoint.unsafe-pickle")
+
+    def persistent_load(self, pid: Any) -> _Storage:
+        """Return the dtype and archive key of a storage."""
+        kind, dtype, key, *_ = pid
+        if kind != "storage" or not isinstance(dtype, torch.dtype):
+            raise CheckpointError(f"unknown storage {pid!r}", code="checkpoint.corrupt-file")
+        return _Storage(dtype, str(key))
+
 
 Index = tuple[int, ...]
 
@@ -233,15 +353,12 @@ class _Window(io.RawIOBase):
         self._file, self._offset, self._length, self._at = file, offset, length, 0
 
     def readable(self) -> bool:
-        """Return True."""
         return True
 
     def seekable(self) -> bool:
-        """Return True."""
         return True
 
     def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
-        """Move to a position within the range."""
         base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._length}[whence]
         self._at = base + offset
         if self._at < 0:
@@ -249,7 +366,6 @@ class _Window(io.RawIOBase):
         return self._at
 
     def tell(self) -> int:
-        """Return the position within the range."""
         return self._at
 
     def readinto(self, buffer: memoryview) -> int:  # type: ignore[override]

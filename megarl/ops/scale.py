@@ -18,13 +18,7 @@ from megarl.trainer.jobs.output_folders import LOCK_FILE
 
 
 def scale_run(folder: Path, replicas: int) -> Path:
-    """Request a number of rollout replicas; the run follows at its weight syncs.
-
-    Args:
-        replicas: from ``rollout.min_replicas`` to ``rollout.replicas``.
-
-    Returns:
-        The file with the request.
+    """Request a number of rollout replicas, and return the file with it; the run follows at its weight syncs.
 
     Raises:
         NoRunError: the folder has no run.
@@ -64,7 +58,6 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _bounds(folder: Path, config: Mapping[str, Any]) -> tuple[int, int]:
-    """Return the fewest and the most replicas of a run."""
     rollout = config.get("actor_rollout_ref", {}).get("rollout", {})
     least = rollout.get("min_replicas")
     if least is None:

@@ -27,7 +27,7 @@ from megarl.agents.types import (
 )
 from megarl.base.reductions import Metrics
 from megarl.base.seeds import derive_seed
-from megarl.config.schema.async_training import SYNC
+from megarl.config.schema.algorithm import SYNC
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.data import DataProto

@@ -15,7 +15,7 @@ from megarl.agents.types import ConversationGroup, SampleId, StoredTurn, Traject
 from megarl.base.errors import StepImpossible
 from megarl.base.reductions import Metrics
 from megarl.base.signals import while_waiting
-from megarl.config.schema.async_training import SYNC
+from megarl.config.schema.algorithm import SYNC
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto
 from megarl.data.loader import PromptQueue

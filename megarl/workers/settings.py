@@ -12,7 +12,7 @@ from megarl.base.errors import ConfigError
 from megarl.base.formatting import DTYPE_BYTES, count_noun
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, RolloutConfig, TrainConfig
 from megarl.config.batch import token_store_bytes
-from megarl.config.checks.transformer_field_table import BALANCE_RATES
+from megarl.config.checks.transformer_fields import BALANCE_RATES
 from megarl.config.schema.distillation import DistillationConfig
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions

@@ -38,7 +38,16 @@ def test_durations():
 
 def test_sizes_counts_and_seconds():
     assert [gigabytes(nbytes) for nbytes in (3.1e6, 12.44e9)] == ["3.1 MB", "12.4 GB"]
-    assert [metric_count(number) for number in (12, 1500, 494e6, 2.27e9)] == ["12", "1.5 K", "494 M", "2.27 B"]
+    counts = {
+        12: "12",
+        1500: "1.5 K",
+        494e6: "494 M",
+        2.27e9: "2.27 B",
+        3e12: "3 T",
+        4.5e15: "4.5 P",
+        1.92e19: "19.2 E",
+    }
+    assert [metric_count(number) for number in counts] == list(counts.values())
 
 
 def test_estimates_have_two_digits():

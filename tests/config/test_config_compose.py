@@ -12,8 +12,7 @@ from support.expected_errors import raises
 from megarl.base.errors import ConfigError
 from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
 from megarl.config.batch import plan_batches
-from megarl.config.build import build
-from megarl.config.changed_keys import ChangedKey, changed_keys
+from megarl.config.build import ChangedKey, build, changed_keys
 from megarl.config.compose import (
     REPOSITORY_CONFIGS,
     ConfigRequest,

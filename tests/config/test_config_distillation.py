@@ -11,9 +11,9 @@ from megarl.base.errors import ModelError
 from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
 from megarl.config.problems import InvalidConfigError
+from megarl.ops.plan.flops import lengths_of
 from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.job_from_config import planned_job
-from megarl.ops.plan.lengths import lengths_of
+from megarl.ops.plan.job import planned_job
 from megarl.ops.plan.memory import plan_memory
 from megarl.ops.plan.pass_activations import pass_activations
 from megarl.ops.plan.step_costs import step_cost

@@ -14,7 +14,7 @@ from typing import Any
 import pytest
 import yaml
 from hydra.core.override_parser.overrides_parser import OverridesParser
-from list_verl_keys import SHARES, render_verl_page
+from list_verl_keys import SHARES, render_verl_page, shared_keys
 
 from megarl.config import TrainConfig, plan_batches, render_plan
 from megarl.config.build import build
@@ -124,24 +124,23 @@ def test_whole_scripts_are_accepted(script, refused):
 
 
 def test_every_key_of_verl_has_a_rule():
-    same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
+    same = set(shared_keys(TrainConfig))
     keys = {*FACTS["defaults"], *map(key_of, FACTS["overrides"])}
     undecided = [key for key in keys - same if not key.startswith(FREE) and TABLE.rule_for(key) is None]
-    assert not undecided, f"neither in megarl/config/verl/table.py nor in a rule: {sorted(undecided)}"
+    assert not undecided, f"neither in tools/list_verl_keys.py nor in a rule: {sorted(undecided)}"
 
 
 def test_shared_keys_are_listed():
-    same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
+    same = set(shared_keys(TrainConfig))
     both = {key for key in FACTS["defaults"] if key in KNOWN and KNOWN[key].section is None}
-    assert both <= same, f"add to megarl/config/verl/table.py and run from_verl: {sorted(both - same)}"
+    assert both <= same, f"add to SHARED in tools/list_verl_keys.py and run from_verl: {sorted(both - same)}"
 
 
 def test_shared_names_are_keys_of_megarl():
-    for section, names in TABLE.same_names():
-        for name in names:
-            assert f"{section}.{name}" in KNOWN, f"{section}.{name}"
-            if not f"{section}.{name}".startswith(_OF_OTHER_VERSIONS):
-                assert f"{section}.{name}" in {*FACTS["defaults"], *map(key_of, FACTS["overrides"]), *_SECTIONS}, name
+    for path in shared_keys(TrainConfig):
+        assert path in KNOWN
+        if not path.startswith(_OF_OTHER_VERSIONS):
+            assert path in {*FACTS["defaults"], *map(key_of, FACTS["overrides"]), *_SECTIONS}
 
 
 _SECTIONS = {
@@ -167,17 +166,15 @@ def test_the_preset_has_verls_defaults():
     overrides = ("actor_rollout_ref.model.path=model",)
     config = compose(ConfigRequest(TrainConfig, "ppo_megatron_trainer", overrides))
     wrong = {}
-    for section, names in TABLE.same_names():
-        for name in names:
-            path = f"{section}.{name}"
-            theirs = FACTS["defaults"].get(path)
-            if path in _OTHER_BY_DESIGN or theirs is None or "$" in str(theirs) or theirs in ("???", False, -1):
-                continue
-            ours: Any = config
-            for segment in path.split("."):
-                ours = getattr(ours, segment, None)
-            if ours is not None and ours != theirs and [theirs] != ours:
-                wrong[path] = (theirs, ours)
+    for path in shared_keys(TrainConfig):
+        theirs = FACTS["defaults"].get(path)
+        if path in _OTHER_BY_DESIGN or theirs is None or "$" in str(theirs) or theirs in ("???", False, -1):
+            continue
+        ours: Any = config
+        for segment in path.split("."):
+            ours = getattr(ours, segment, None)
+        if ours is not None and ours != theirs and [theirs] != ours:
+            wrong[path] = (theirs, ours)
     assert wrong == {}
     assert TABLE.values.keys() <= KNOWN.keys()
 

@@ -10,10 +10,9 @@ import yaml
 from config_cases import EVALUATE, SFT, TRAIN, check_problem, problems_of, with_keys
 
 from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
-from megarl.config.build import build, defaults
-from megarl.config.changed_keys import changed_keys
+from megarl.config.build import build, changed_keys, defaults
 from megarl.config.compose import REPOSITORY_CONFIGS, ConfigRequest, compose, compose_sweep, to_yaml
-from megarl.config.inherited import followers, inherit
+from megarl.config.derived import followers, inherit
 from megarl.config.keys import keys_of, lookup, value_at, walk
 from megarl.config.schema.distillation import TeacherConfig
 from megarl.config.schema.model import MegatronConfig

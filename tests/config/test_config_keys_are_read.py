@@ -20,7 +20,7 @@ PACKAGE = Path(megarl.__file__).parent
 CONFIG = PACKAGE / "config"
 # In the config room, only the schema's properties, the batch plan and the correction bounds read keys for the trainer;
 # the other modules check and copy.
-READERS_IN_CONFIG = {CONFIG / "batch.py", CONFIG / "correction_bounds.py", *(CONFIG / "schema").glob("*.py")}
+READERS_IN_CONFIG = {CONFIG / "batch.py", *(CONFIG / "schema").glob("*.py")}
 # The default of two other keys, read through them; and the key that decides how others are composed.
 READ_ELSEWHERE = {"actor_rollout_ref.actor.clip_ratio", "layout"}
 

@@ -8,8 +8,14 @@ from config_cases import check_problem, problems_of, with_keys
 from megarl.config import TrainConfig
 from megarl.config.build import build
 from megarl.config.checks import transformer_fields
-from megarl.config.checks.transformer_field_table import OWNED, REJECTED, REJECTED_VALUES, SUPPORTED
-from megarl.config.checks.transformer_fields import TransformerField, override_problems
+from megarl.config.checks.transformer_fields import (
+    OWNED,
+    REJECTED,
+    REJECTED_VALUES,
+    SUPPORTED,
+    TransformerField,
+    override_problems,
+)
 
 CRITIC = "critic.megatron"
 OVERLAP = {"overlap_p2p_comm": True}

@@ -12,6 +12,7 @@ from typing import Any
 
 import pytest
 from config_cases import SFT, check_problem, problems_of, with_keys
+from list_verl_keys import shared_keys
 
 from megarl.config import SFTConfig
 from megarl.config.build import build, verl_notes
@@ -115,25 +116,24 @@ def test_refused_by_name(key, value, expected):
 
 
 def test_every_key_of_verl_has_a_rule():
-    same = {f"{section}.{name}" for section, names in TABLE.same_names() for name in names}
+    same = set(shared_keys(SFTConfig))
     keys = {*FACTS["defaults"], *(key_of(o) for script in FACTS["scripts"].values() for o in script)}
     undecided = [
         key for key in keys - same - set(TABLE.groups) if not key.startswith(FREE) and TABLE.rule_for(key) is None
     ]
-    assert not undecided, f"neither in megarl/config/verl/table.py nor in a rule: {sorted(undecided)}"
+    assert not undecided, f"neither in tools/list_verl_keys.py nor in a rule: {sorted(undecided)}"
     assert same <= KNOWN.keys() and same <= keys
 
 
 def test_the_preset_has_verls_defaults():
     config = compose(ConfigRequest(SFTConfig, "sft_trainer_engine", ("model.path=model", "data.use_dynamic_bsz=false")))
     wrong = {}
-    for section, names in TABLE.same_names():
-        for name in names:
-            theirs, ours = FACTS["defaults"].get(f"{section}.{name}"), value_at(config, f"{section}.{name}")
-            if theirs in (None, -1) or "$" in str(theirs) or f"{section}.{name}" in _OTHER_BY_DESIGN:
-                continue
-            if ours != theirs and ours != [theirs]:
-                wrong[f"{section}.{name}"] = (theirs, ours)
+    for path in shared_keys(SFTConfig):
+        theirs, ours = FACTS["defaults"].get(path), value_at(config, path)
+        if theirs in (None, -1) or "$" in str(theirs) or path in _OTHER_BY_DESIGN:
+            continue
+        if ours != theirs and ours != [theirs]:
+            wrong[path] = (theirs, ours)
     assert wrong == {}
 
 

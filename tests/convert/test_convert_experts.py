@@ -10,7 +10,7 @@ from support.expected_errors import raises
 from support.mxfp4_folders import quantize_experts
 from tiny_models import save_model
 
-from megarl.convert.torch_dist import open_torch_dist
+from megarl.convert.open import open_torch_dist
 from megarl.models import read_model_config
 
 

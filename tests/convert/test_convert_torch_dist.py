@@ -16,7 +16,7 @@ from torch.distributed.checkpoint import DefaultSavePlanner
 from torch_dist_cases import SaveFormat, save_engine_torch_dist, save_torch_dist
 
 from megarl.convert.open import model_folders
-from megarl.convert.torch_zip import locate_tensor
+from megarl.convert.stored import locate_tensor
 from megarl.models import ParallelLayout
 
 Model = Callable[[str], Path]

@@ -35,12 +35,9 @@ def raised(notes):
     return {check: note for check, note in notes.items() if re.match(r"\w*(Error|Exception)\b", note)}
 
 
-@pytest.mark.parametrize(
-    ("name", "checks"), [("speed", ""), ("offload", ""), ("profile", "update|log_probs"), ("fp8", "")]
-)
-def test_stage_reaches_its_end(tmp_path, name, checks):
-    """All but generation, which waits for a kernel to end a sequence."""
-    rows = stage(tmp_path, name, checks, **{CACHE: "1"})
+@pytest.mark.parametrize("name", ["speed", "offload"])
+def test_stage_reaches_its_end(tmp_path, name):
+    rows = stage(tmp_path, name, **{CACHE: "1"})
     assert rows and raised({check: row["note"] for check, row in rows.items()}) == {}
 
 

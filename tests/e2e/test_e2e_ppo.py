@@ -29,7 +29,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from megarl.base.checkpoint_files import POINTER
 from megarl.cluster.fork_server import ENVIRONMENT
-from megarl.ops.report.balance import balance_maps
+from megarl.ops.report.charts import balance_maps
 from megarl.ops.report.run_files import read_run
 from megarl.tracing.trace_file import read_trace
 from megarl.tracking.jsonl_files import read_balance

@@ -17,8 +17,7 @@ from support.expected_errors import raises
 from tiny_models import TEMPERATURE, rows, save_model
 
 from megarl.config import MegatronConfig
-from megarl.config.checks.transformer_field_table import OWNED, REJECTED, SUPPORTED
-from megarl.config.checks.transformer_fields import attention_backends, transformer_fields
+from megarl.config.checks.transformer_fields import OWNED, REJECTED, SUPPORTED, attention_backends, transformer_fields
 from megarl.config.keys import key_at
 from megarl.megatron import MegatronOptions, OutputOptions, RecomputeOptions
 from megarl.megatron.engine import options as engine_options
@@ -126,7 +125,7 @@ def test_fields_from_source_equal_those_of_the_class():
 
 
 def test_every_field_of_the_installed_release_is_classified():
-    """A failure here after an upgrade: classify the new fields in ``transformer_field_table.py``."""
+    """A failure here after an upgrade: classify the new fields in ``transformer_fields.py``."""
     fields = {field.name for field in dataclasses.fields(TransformerConfig)}
     assert sorted(fields - SUPPORTED - OWNED.keys() - REJECTED.keys()) == []
 

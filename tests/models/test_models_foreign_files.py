@@ -15,7 +15,7 @@ import transformers
 from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError, ModelError
-from megarl.convert.adapters import options_of_folder
+from megarl.convert.source import options_of_folder
 from megarl.models import check_model_folder, known_architectures, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
 from megarl.models.end_tokens import generation_config_with, read_end_tokens

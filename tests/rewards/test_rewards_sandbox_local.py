@@ -51,7 +51,7 @@ def test_a_program_observes_all_protections():
 WITHOUT_LIBRARY = """
 import sys
 sys.modules["pyseccomp"] = None  # as if it were not installed
-from megarl.ops.doctor.node.services import check_sandbox
+from megarl.ops.doctor.node.system import check_sandbox
 from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.sandbox import LocalSandbox, protections
 print([p.name for p in protections() if not p.active][0])
@@ -80,7 +80,7 @@ import pyseccomp
 rules = pyseccomp.SyscallFilter(pyseccomp.ALLOW)
 rules.add_rule(pyseccomp.ERRNO(errno.EINVAL), "prctl", pyseccomp.Arg(0, pyseccomp.EQ, 22))  # as a kernel without it
 rules.load()
-from megarl.ops.doctor.node.services import check_sandbox
+from megarl.ops.doctor.node.system import check_sandbox
 from megarl.rewards.sandbox import LocalSandbox
 print(LocalSandbox(allow_unfiltered=True).run("print(6 * 7)").stdout, check_sandbox(None).observation)
 """

@@ -8,8 +8,7 @@ import pytest
 import torch
 from support.expected_errors import raises
 
-from megarl.config.correction_bounds import REJECTION_OPTIONS
-from megarl.config.schema.algorithm import AlgorithmConfig, RolloutCorrectionConfig
+from megarl.config.schema.algorithm import REJECTION_OPTIONS, AlgorithmConfig, RolloutCorrectionConfig
 from megarl.data import DataProto
 from megarl.trainer.phases.correction_phase import PreferencePhase, RolloutCorrectionPhase, TruncatedResponsesPhase
 

@@ -9,7 +9,7 @@ import pytest
 from support.expected_errors import raises
 
 from megarl.base.errors import ConfigError, ResourceError
-from megarl.config.schema.devices import OwnDevicesConfig
+from megarl.config.schema.model import OwnDevicesConfig
 from megarl.config.schema.run import RunConfig
 from megarl.trainer.roles import devices
 from megarl.trainer.roles.devices import check_dashboard, check_devices, resolve_device

@@ -6,7 +6,7 @@ import pytest
 from support.expected_errors import raises
 
 from megarl.config import EvaluateConfig, GenerateConfig, TrainConfig, build
-from megarl.config.outputs import may_save
+from megarl.config.stored import may_save
 from megarl.trainer.jobs.output_folders import check_output_files, check_output_folders, claim_response_folders
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 

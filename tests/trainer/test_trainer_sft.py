@@ -11,7 +11,7 @@ from support.expected_errors import raises
 from transformers import AutoTokenizer
 
 from megarl.convert.command import main as convert
-from megarl.ops.report.balance import balance_maps
+from megarl.ops.report.charts import balance_maps
 from megarl.ops.report.run_files import read_run
 from megarl.tracking import read_metrics
 from megarl.tracking.jsonl_files import read_balance

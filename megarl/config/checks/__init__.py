@@ -6,21 +6,11 @@ run, so that one error reports everything. A new check is one function in a modu
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterable
 from typing import Any
 
-from megarl.config.batch import batch_problems
-from megarl.config.checks import (
-    adapters,
-    asynchronous,
-    distillation,
-    generation,
-    layout,
-    learning,
-    run,
-    scoring,
-    time_limits,
-)
+from megarl.config.batch import batch_problems, reward_model_problems
+from megarl.config.checks import asynchronous, generation, layout, learning, run
 from megarl.config.problems import Problem
 from megarl.config.schema.jobs import (
     EvaluateConfig,
@@ -29,11 +19,10 @@ from megarl.config.schema.jobs import (
     PreferenceConfig,
     RewardTrainingConfig,
     SFTConfig,
-    SupervisedConfig,
     TrainConfig,
 )
 
-Check = Callable[[Any], Iterator[Problem]]
+Check = Callable[[Any], Iterable[Problem]]
 
 
 def check(config: JobConfig) -> list[Problem]:
@@ -41,34 +30,29 @@ def check(config: JobConfig) -> list[Problem]:
     return [problem for one_check in _CHECKS[type(config)] for problem in one_check(config)]
 
 
-def batch_sizes(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
-    """Check that batches, mini-batches and micro-batches divide."""
-    yield from batch_problems(config)
-
-
 _TRAIN: tuple[Check, ...] = (
     run.training_data,
     run.custom_data_classes,
     run.timeline,
-    time_limits.watchdog_phases,
-    time_limits.watchdog_before_collectives,
-    time_limits.replicas_before_watchdog,
-    time_limits.sync_before_watchdog,
+    run.watchdog_phases,
+    run.watchdog_before_collectives,
+    run.replicas_before_watchdog,
+    run.sync_before_watchdog,
     layout.train_layouts,
     layout.unused_devices,
     layout.replicas,
     layout.weight_sync,
-    adapters.adapters,
+    learning.adapters,
     learning.estimator,
     learning.losses,
-    distillation.distillation,
+    learning.distillation,
     run.validation,
     generation.validation_sampling,
     generation.token_filters,
     run.resume,
     run.checkpoints,
     generation.agents,
-    scoring.reward_functions,
+    generation.reward_functions,
     learning.rollout_correction,
     learning.router_replay,
     learning.selection,
@@ -80,42 +64,42 @@ _TRAIN: tuple[Check, ...] = (
     asynchronous.async_sizes,
     asynchronous.async_algorithm,
     asynchronous.stale_data,
-    scoring.reward_model,
+    generation.reward_model,
     run.profilers,
     learning.optimizers,
-    batch_sizes,
+    batch_problems,
 )
 _SUPERVISED: tuple[Check, ...] = (
     run.training_data,
     run.timeline,
-    time_limits.watchdog_phases,
-    time_limits.watchdog_before_collectives,
+    run.watchdog_phases,
+    run.watchdog_before_collectives,
     layout.supervised_layout,
-    adapters.adapters,
+    learning.adapters,
     learning.optimizers,
-    batch_sizes,
+    batch_problems,
     run.resume,
     run.supervised_checkpoints,
 )
 _EVALUATE: tuple[Check, ...] = (
     generation.evaluation_files,
     run.timeline,
-    time_limits.watchdog_phases,
-    time_limits.watchdog_before_collectives,
-    time_limits.replicas_before_watchdog,
+    run.watchdog_phases,
+    run.watchdog_before_collectives,
+    run.replicas_before_watchdog,
     layout.replicas,
     generation.validation_sampling,
     generation.token_filters,
     generation.agents,
-    scoring.reward_model,
-    scoring.reward_functions,
-    scoring.reward_model_batches,
+    generation.reward_model,
+    generation.reward_functions,
+    reward_model_problems,
 )
 _GENERATE: tuple[Check, ...] = (
     generation.generation_prompts,
     run.timeline,
-    time_limits.watchdog_phases,
-    time_limits.replicas_before_watchdog,
+    run.watchdog_phases,
+    run.replicas_before_watchdog,
     layout.replicas,
     generation.validation_sampling,
     generation.token_filters,

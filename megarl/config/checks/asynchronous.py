@@ -10,7 +10,7 @@ from collections.abc import Iterator
 
 from megarl.base.algorithm_names import LOSSES_WITHOUT_RATIO, STALE_DATA_LOSSES
 from megarl.config.problems import Problem
-from megarl.config.schema.async_training import (
+from megarl.config.schema.algorithm import (
     COLOCATED,
     DISAGGREGATED,
     LOGLINEAR,

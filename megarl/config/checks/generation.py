@@ -1,12 +1,22 @@
-"""Checks of generation: prompts to answer, sampling, agent loops and the chat endpoint."""
+"""Checks of generation and scoring: prompts, sampling, agent loops, reward functions, judge and reward model."""
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 
+from megarl.config.checks.layout import reward_model_layout
 from megarl.config.problems import Problem
-from megarl.config.schema.jobs import SEARCH, EvaluateConfig, GenerateConfig, GenerationJobConfig, TrainConfig
+from megarl.config.schema.jobs import (
+    SEARCH,
+    EvaluateConfig,
+    GenerateConfig,
+    GenerationJobConfig,
+    ScoredJobConfig,
+    TrainConfig,
+)
+from megarl.config.schema.rewards import CUSTOM_REWARD, JudgeConfig
 from megarl.config.schema.rollout import TokenFilterConfig, TrainingRolloutConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
@@ -80,3 +90,80 @@ def agents(config: GenerationJobConfig) -> Iterator[Problem]:
     ):
         if file is not None and not Path(file).expanduser().is_file():
             yield Problem(f"{_ROLLOUT}.{name}", file, "no such file", code="config.no-such-file")
+
+
+_URLS = ("http://", "https://")
+
+
+def reward_model(config: TrainConfig | EvaluateConfig) -> Iterator[Problem]:
+    """Check the reward model: its path, weights and layout."""
+    yield from reward_model_layout(config, config.trainer)
+    keys, model = config.reward, config.reward.model
+    if not model.enable:
+        if keys.function_weight == 0:
+            text = "leaves nothing to score with while reward.model.enable=false; leave it auto"
+            yield Problem("reward.function_weight", keys.function_weight, text, code="reward.nothing-scores")
+        return
+    if not model.path:
+        text = "must be set with reward.model.enable=true"
+        yield Problem("reward.model.path", model.path, text, code="reward.no-model-path")
+    if model.weight == 0:
+        text = "leaves the reward model without effect; set reward.model.enable=false"
+        yield Problem("reward.model.weight", model.weight, text, code="reward.model-without-weight")
+
+
+def reward_functions(config: ScoredJobConfig) -> Iterator[Problem]:
+    """Check the reward functions, their weights and arguments."""
+    reward, custom = config.reward, config.reward.custom_reward_function.path
+    functions, path = reward.functions, "reward.functions"
+    if any(isinstance(weight, bool) or not isinstance(weight, int | float) for weight in functions.values()):
+        yield Problem(path, functions, "must give each function a number, its weight", code="reward.weight-not-number")
+    if CUSTOM_REWARD in functions and custom is None:
+        text = "has 'custom', and reward.custom_reward_function.path is not set; set it"
+        yield Problem(path, functions, text, code="reward.custom-without-function")
+    if custom is not None and functions and CUSTOM_REWARD not in functions:
+        text = "leaves out reward.custom_reward_function; give 'custom' a weight"
+        yield Problem(path, functions, text, code="reward.custom-without-weight")
+    if any(not isinstance(name, str) for name in reward.data_sources.values()):
+        text = "must give each data source the name of a function"
+        yield Problem("reward.data_sources", reward.data_sources, text, code="reward.data-source-function")
+    if any(not isinstance(kwargs, dict) for kwargs in reward.function_kwargs.values()):
+        text = "must give each function a mapping of arguments"
+        yield Problem("reward.function_kwargs", reward.function_kwargs, text, code="reward.function-kwargs")
+    overlong, longest = reward.reward_kwargs.overlong_buffer_cfg, reward.reward_kwargs.max_resp_len
+    if overlong.enable and not 0 < overlong.len <= (longest or config.data.max_response_length):
+        text = "must be above 0 and at most the longest response (max_resp_len, or data.max_response_length)"
+        path = "reward.reward_kwargs.overlong_buffer_cfg.len"
+        yield Problem(path, overlong.len, text, code="reward.overlong-buffer")
+    url = reward.sandbox.url
+    if url is not None and not url.startswith(_URLS):
+        text = "must begin with http:// or https://"
+        yield Problem("reward.sandbox.url", url, text, code="config.bad-url")
+    yield from _judge(reward.judge, required=reward.name == "judge" or "judge" in functions)
+
+
+def _judge(judge: JudgeConfig, *, required: bool) -> Iterator[Problem]:
+    path = "reward.judge"
+    if judge.base_url is not None and not judge.base_url.startswith(_URLS):
+        yield Problem(f"{path}.base_url", judge.base_url, "must begin with http:// or https://", code="config.bad-url")
+    if required and judge.base_url is None:
+        text = "must be set for the reward function 'judge'"
+        yield Problem(f"{path}.base_url", None, text, code="judge.not-configured")
+    if judge.score_range[0] >= judge.score_range[1]:
+        text = "its first entry must be below its second"
+        yield Problem(f"{path}.score_range", judge.score_range, text, code="judge.score-range")
+    try:
+        groups = re.compile(judge.score_pattern).groups
+    except re.error as error:
+        text = f"is no regular expression: {error}"
+        yield Problem(f"{path}.score_pattern", judge.score_pattern, text, code="judge.bad-pattern")
+    else:
+        if groups == 0:
+            text = "must have a group for the score"
+            yield Problem(f"{path}.score_pattern", judge.score_pattern, text, code="judge.pattern-without-group")
+    file = judge.template_path
+    if judge.template is not None and file is not None:
+        text = "cannot be set together with template; set one of them"
+        yield Problem(f"{path}.template_path", file, text, code="judge.two-templates")
+    if file is not None and not Path(file).expanduser().is_file():
+        yield Problem(f"{path}.template_path", file, "no such file", code="config.no-such-file")

@@ -7,9 +7,8 @@ from collections.abc import Iterator
 from typing import NamedTuple
 
 from megarl.config.checks.transformer_fields import override_problems
-from megarl.config.inherited import inheritance_note
+from megarl.config.derived import inheritance_note
 from megarl.config.problems import Problem
-from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.jobs import (
     CRITIC,
     REFERENCE,
@@ -22,7 +21,7 @@ from megarl.config.schema.jobs import (
     SupervisedConfig,
     TrainConfig,
 )
-from megarl.config.schema.model import REPLICA_SIZES, MegatronConfig
+from megarl.config.schema.model import REPLICA_SIZES, MegatronConfig, OwnDevicesConfig
 from megarl.config.schema.rollout import RolloutConfig, TrainingRolloutConfig
 from megarl.config.schema.run import RunConfig
 
@@ -143,7 +142,6 @@ class _Pool(NamedTuple):
 
 
 def _pool(keys: OwnDevicesConfig | None, path: str, trainer: RunConfig) -> _Pool:
-    """The devices of a role: its own, or the trainer's."""
     return _keyed_pool(path, keys.nnodes, keys.n_gpus_per_node or 1) if keys and keys.nnodes else _trainers(trainer)
 
 

@@ -1,17 +1,25 @@
-"""Checks of the algorithm: estimator, losses, KL, sample selection, rollout correction, shaping and optimizers."""
+"""Checks of learning: estimator, losses, KL, selection, rollout correction, optimizers, adapters and distillation."""
 
 from __future__ import annotations
 
 from collections.abc import Iterator
+from dataclasses import fields
+from urllib.parse import urlsplit
 
-from megarl.base.algorithm_names import ADV_ESTIMATORS, GIGPO, estimator_needs
-from megarl.config.correction_bounds import UnknownRejection, rejection_rules, weight_bounds
+from megarl.base.algorithm_names import ADV_ESTIMATORS, FORWARD_KL_TOPK, FULL_KL, GIGPO, estimator_needs
 from megarl.config.keys import keys_of
 from megarl.config.problems import Problem
-from megarl.config.schema.algorithm import GiGPOConfig, RolloutCorrectionConfig
-from megarl.config.schema.async_training import LOGLINEAR
+from megarl.config.schema.algorithm import (
+    LOGLINEAR,
+    GiGPOConfig,
+    RolloutCorrectionConfig,
+    UnknownRejection,
+    rejection_rules,
+    weight_bounds,
+)
+from megarl.config.schema.distillation import TeacherConfig
 from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig, TrainConfig
-from megarl.config.schema.model import OptimConfig
+from megarl.config.schema.model import AdapterKeys, LoraConfig, OptimConfig
 
 _CORRECTION = "algorithm.rollout_correction"
 
@@ -222,3 +230,152 @@ def _optimizer(optim: OptimConfig, path: str) -> Iterator[Problem]:
         yield Problem(f"{path}.lr_warmup_steps", optim.lr_warmup_steps, text, code="algorithm.warmup-too-long")
     if 1 in optim.betas:
         yield Problem(f"{path}.betas", optim.betas, "both must be below 1", code="algorithm.adam-betas")
+
+
+_POLICY = "actor_rollout_ref.model"
+_IN_PRESETS = ("lora_A_init_method",)
+"""Keys that the presets with verl's defaults set, for runs without adapters too."""
+
+
+def adapters(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
+    """Check the adapters of each role that trains."""
+    if isinstance(config, SupervisedConfig):
+        yield from _role(config.model, "model")
+        if isinstance(config, PreferenceConfig):
+            yield from _reference(config.model, "model", config.loss.uses_reference)
+        else:
+            yield from _no_reference(config.model, "model")
+        return
+    policy = config.actor_rollout_ref.model
+    yield from _role(policy, _POLICY)
+    yield from _role(config.critic.model, "critic.model")
+    yield from _no_reference(config.critic.model, "critic.model")
+    yield from _reference(policy, _POLICY, config.uses_reference)
+
+
+def _role(model: AdapterKeys, path: str) -> Iterator[Problem]:
+    if not model.target_modules:
+        text = "names no layer; set all-linear"
+        yield Problem(f"{path}.target_modules", model.target_modules, text, code="adapter.no-target-modules")
+    if model.lora_rank:
+        return
+    for section, holder, cls in ((path, model, AdapterKeys), (f"{path}.lora", model.lora, LoraConfig)):
+        for item in keys_of(cls):
+            value = getattr(holder, item.name)
+            if item.section is None and value != item.default and item.name not in _IN_PRESETS:
+                text = f"has no effect with {path}.lora_rank=0, which trains all weights; set a rank, such as 32"
+                yield Problem(f"{section}.{item.name}", value, text, code="adapter.rank-zero")
+
+
+def _reference(model: AdapterKeys, path: str, is_used: bool) -> Iterator[Problem]:
+    key, reference = f"{path}.lora.reference", model.lora.reference
+    if reference != "adapter" or not model.lora_rank:
+        return
+    if model.lora_adapter_path is None:
+        text = f"needs {path}.lora_adapter_path: without one the first adapters are zero, which is base"
+        yield Problem(key, reference, text, code="adapter.reference-needs-path")
+    elif not is_used:
+        yield Problem(key, reference, "this run has no reference policy; leave base", code="adapter.no-reference")
+
+
+def _no_reference(model: AdapterKeys, path: str) -> Iterator[Problem]:
+    if model.lora.reference != "base" and model.lora_rank:
+        text = "this role has no reference; leave base"
+        yield Problem(f"{path}.lora.reference", model.lora.reference, text, code="adapter.no-reference")
+
+
+_TEACHERS, _LOSS = "distillation.teacher_models", "distillation.distillation_loss"
+
+
+def distillation(config: TrainConfig) -> Iterator[Problem]:
+    """Check the teachers and the loss of a run with distillation."""
+    if config.distillation.enabled:
+        yield from _teachers(config)
+        yield from _loss(config)
+        if not config.uses_task_rewards:
+            yield from _without_rewards(config)
+
+
+def _teachers(config: TrainConfig) -> Iterator[Problem]:
+    teachers = config.distillation.teacher_models
+    if not teachers:
+        text = f"names no teacher; set {_TEACHERS}.teacher_model.model_path"
+        yield Problem(_TEACHERS, {}, text, code="teacher.no-teacher")
+    names: dict[str, str] = {}
+    for name, teacher in teachers.items():
+        if teacher.server.urls:
+            yield from _server(config, f"{_TEACHERS}.{name}", teacher)
+        elif not teacher.model_path:
+            text = "must be set: the folder of the teacher's model; or set server.urls, of running SGLang servers"
+            yield Problem(f"{_TEACHERS}.{name}.model_path", None, text, code="teacher.no-model-path")
+        selector = teacher.key or name
+        if selector in names:
+            text = f"is the key of {_TEACHERS}.{names[selector]} too; each value selects one teacher"
+            yield Problem(f"{_TEACHERS}.{name}.key", teacher.key, text, code="teacher.duplicate-key")
+        names.setdefault(selector, name)
+
+
+def _server(config: TrainConfig, path: str, teacher: TeacherConfig) -> Iterator[Problem]:
+    """Check a teacher that is a server: it has one temperature, and returns no hidden states."""
+    rollout, loss = config.actor_rollout_ref.rollout, config.distillation.distillation_loss
+    for url in teacher.server.urls:
+        if urlsplit(url).scheme not in ("http", "https") or not urlsplit(url).hostname:
+            text = "is no URL of a server, such as http://10.0.0.3:30000"
+            yield Problem(f"{path}.server.urls", url, text, code="config.bad-url")
+    for field in fields(teacher):
+        value = getattr(teacher, field.name)
+        if field.name not in ("server", "key") and value != getattr(TeacherConfig(), field.name):
+            shown = value if isinstance(value, str | int) else "set"
+            text = f"has no effect on servers ({path}.server.urls); remove it"
+            yield Problem(f"{path}.{field.name}", shown, text, code="teacher.no-effect-on-servers")
+    if rollout.temperature != 1:
+        text = f"is the temperature of teacher and student, and {path}.server.urls have log-probs of 1; set 1"
+        key = "actor_rollout_ref.rollout.temperature"
+        yield Problem(key, rollout.temperature, text, code="teacher.server-temperature")
+    if loss.loss_mode == FULL_KL:
+        text = f"needs the teacher's model in this run, and {path} is a server; set k2, or {path}.model_path"
+        yield Problem(f"{_LOSS}.loss_mode", loss.loss_mode, text, code="teacher.full-kl-needs-model")
+
+
+def _loss(config: TrainConfig) -> Iterator[Problem]:
+    loss = config.distillation.distillation_loss
+    if loss.loss_mode in ("kl", "k1") and not loss.use_policy_gradient:
+        text = f"has a gradient that does not depend on the teacher; set {_LOSS}.use_policy_gradient=true, or k2 or k3"
+        yield Problem(f"{_LOSS}.loss_mode", loss.loss_mode, text, code="teacher.loss-without-gradient")
+    if loss.use_policy_gradient and config.estimates_proximal_policy:
+        text = "reads old log-probs, which async_training.proximal=loglinear does not compute; set false"
+        yield Problem(f"{_LOSS}.use_policy_gradient", True, text, code="teacher.loglinear-policy-gradient")
+    if loss.loss_mode == FORWARD_KL_TOPK and loss.use_policy_gradient:
+        text = f"moves the sampled token only, and {_LOSS}.loss_mode={FORWARD_KL_TOPK} compares {loss.topk}; set false"
+        yield Problem(f"{_LOSS}.use_policy_gradient", True, text, code="teacher.topk-policy-gradient")
+    if loss.loss_mode == FULL_KL:
+        yield from _full_kl(config)
+
+
+def _full_kl(config: TrainConfig) -> Iterator[Problem]:
+    """Check that the exact KL is a loss, and that no other exact KL is computed in the same pass."""
+    loss, actor = config.distillation.distillation_loss, config.actor_rollout_ref.actor
+    if loss.use_policy_gradient:
+        text = f"weighs the sampled token, on which the KL of {_LOSS}.loss_mode={FULL_KL} does not depend; set false"
+        yield Problem(f"{_LOSS}.use_policy_gradient", True, text, code="teacher.full-kl-policy-gradient")
+    if actor.uses_full_kl:
+        text = f"would be the second exact KL, next to {_LOSS}.loss_mode={FULL_KL}; set low_var_kl, or k2 there"
+        yield Problem("actor_rollout_ref.actor.kl_loss_type", actor.kl_loss_type, text, code="teacher.second-full-kl")
+
+
+def _without_rewards(config: TrainConfig) -> Iterator[Problem]:
+    """Check that no other part of the loss is set: the policy learns from its teachers alone."""
+    actor, algorithm = config.actor_rollout_ref.actor, config.algorithm
+    text = f"has no effect with {_LOSS}.use_task_rewards=false, which trains on the distillation loss alone"
+    for path, value, off in (
+        ("actor_rollout_ref.actor.use_kl_loss", actor.use_kl_loss, False),
+        ("actor_rollout_ref.actor.entropy_coeff", actor.entropy_coeff, 0.0),
+        ("algorithm.use_kl_in_reward", algorithm.use_kl_in_reward, False),
+        (f"{_LOSS}.distillation_loss_coef", config.distillation.distillation_loss.distillation_loss_coef, 1.0),
+    ):
+        if value != off:
+            yield Problem(path, value, text, code="teacher.no-task-rewards")
+    if config.uses_critic:
+        name = algorithm.adv_estimator
+        text = f"its critic would train for nothing: {text}; set grpo"
+        yield Problem("algorithm.adv_estimator", name, text, code="teacher.unused-critic")

@@ -1,9 +1,12 @@
-"""The `algorithm` section: advantages, KL in the reward, sample selection, reward shaping, rollout correction."""
+"""The sections `algorithm` (advantages, KL in the reward, selection, rollout correction) and `async_training`."""
 
 # ruff: noqa: RUF009 -- `key` and `section` return dataclass fields
 from __future__ import annotations
 
+import math
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import NamedTuple
 
 from megarl.base.algorithm_names import (
     ADV_ESTIMATORS,
@@ -231,3 +234,136 @@ class AlgorithmConfig:
     def uses_full_kl(self) -> bool:
         """Whether the reward contains the exact KL to the reference."""
         return self.use_kl_in_reward and self.kl_penalty == FULL_KL
+
+
+SYNC, COLOCATED, DISAGGREGATED = "sync", "colocated", "disaggregated"
+RECOMPUTE, LOGLINEAR = "recompute", "loglinear"
+
+
+@dataclass(frozen=True)
+class AsyncTrainingConfig:
+    """Generation and training at the same time; see docs/how_to/asynchronous.md."""
+
+    mode: str = key(
+        SYNC,
+        "sync = a step generates, then trains, on the same devices; colocated = likewise, and training begins when a "
+        "batch is complete: responses in flight pause and continue after the weight sync; disaggregated = the engines "
+        "have devices of their own (`rollout.nnodes`) and generate during training.",
+        choices=(SYNC, COLOCATED, DISAGGREGATED),
+    )
+    max_staleness: float = key(
+        0.0,
+        "Largest staleness of a trained token, in weight versions; so many batches are admitted ahead. A fraction "
+        "admits that part of a batch. 0 = synchronous.",
+        at_least=0,
+    )
+    sync_interval: int = key(
+        1,
+        "Mini-batches between weight syncs in disaggregated mode, each trained as soon as its groups are complete; "
+        "`sync_interval` x `ppo_mini_batch_size` = `train_batch_size`.",
+        at_least=1,
+    )
+    partial_rollout: bool = key(
+        True,
+        "A weight sync interrupts the responses in flight and continues them with the new weights; false = it waits "
+        "for their ends.",
+    )
+    sync_wave_size: int | None = key(
+        None,
+        "Replicas that hold their responses and receive the weights at the same time in disaggregated mode, wave after "
+        "wave, while the others generate (rolling sync); null = all.",
+        at_least=1,
+    )
+    hybrid_rollout: bool = key(
+        False,
+        "The trainer's devices have engine replicas too, which generate in disaggregated mode from a weight sync until "
+        "the first mini-batch is complete, if that saves more time than the switch takes.",
+    )
+    proximal: str = key(
+        RECOMPUTE,
+        "Old log-probs of stale samples, about which the ratio is clipped: recompute = by a forward pass with the "
+        "weights of the last sync; loglinear = an estimate by weight versions, without a pass "
+        "(docs/reference/rollout_correction.md). `algorithm.rollout_correction.bypass_mode` uses the engine's instead.",
+        choices=(RECOMPUTE, LOGLINEAR),
+    )
+
+
+SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
+REJECTION_OPTIONS = tuple(
+    f"{scope}_{k}" for scope in SCOPES for k in ("k1", "k2", "k3") if (scope, k) != ("seq_max", "k1")
+)
+EARLIER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Earlier names of verl for some of the options."""
+
+
+class UnknownRejection(ValueError):
+    """`rollout_rs` has an option that does not exist."""
+
+
+class WeightBounds(NamedTuple):
+    """Bounds as a key holds them; ``lower`` is None for a single number."""
+
+    lower: float | None
+    upper: float
+
+
+class RejectionRule(NamedTuple):
+    """One rejection: its current name and the bounds of its ratio (``k1``) or estimate (``k2``, ``k3``)."""
+
+    option: str
+    lower: float
+    upper: float
+
+
+def weight_bounds(config: RolloutCorrectionConfig) -> WeightBounds:
+    """Parse the bounds of `rollout_is_threshold`.
+
+    Raises:
+        ValueError: it is neither one bound nor two; the message shows the right form.
+    """
+    bounds = _bounds(config.rollout_is_threshold)
+    if bounds.upper <= 1 or (bounds.lower is not None and bounds.lower > 1):
+        raise ValueError("1, the ratio of equal policies, must be within: write '2.0', or '0.5_5.0' in quotes")
+    return bounds
+
+
+def rejection_rules(config: RolloutCorrectionConfig) -> list[RejectionRule]:
+    """Parse the options of `rollout_rs` with their bounds; empty without rejection.
+
+    Raises:
+        UnknownRejection: an option is unknown.
+        ValueError: the bounds do not fit; the message shows the right form.
+    """
+    options = [EARLIER_NAMES.get(name, name) for name in _entries(config.rollout_rs)]
+    for option in options:
+        if option not in REJECTION_OPTIONS:
+            raise UnknownRejection(f"{option!r} is not known; known are {', '.join(REJECTION_OPTIONS)}")
+    bounds = _entries(config.rollout_rs_threshold)
+    if options and len(bounds) not in (1, len(options)):
+        raise ValueError(f"needs bounds: one for all {len(options)} options of rollout_rs, or one for each")
+    return [_rule(option, _bounds(text)) for option, text in zip(options, bounds * len(options), strict=False)]
+
+
+def _rule(option: str, bounds: WeightBounds) -> RejectionRule:
+    if not option.endswith("k1"):
+        if bounds.lower is not None:
+            raise ValueError(f"{option} has one bound, from above")
+        return RejectionRule(option, 0.0, bounds.upper)
+    lower = 1 / bounds.upper if bounds.lower is None else bounds.lower
+    if not lower <= 1 <= bounds.upper:
+        raise ValueError(f"1, the ratio of equal policies, must be within for {option}: write '0.5_2.0' in quotes")
+    return RejectionRule(option, lower, bounds.upper)
+
+
+def _entries(text: str | None) -> list[str]:
+    return [part.strip() for part in text.split(",")] if text else []
+
+
+def _bounds(text: str) -> WeightBounds:
+    try:
+        *lower, upper = (float(part) for part in text.split("_"))
+    except ValueError:
+        raise ValueError(f"{text!r} is not a number, or two as '0.5_2.0'") from None
+    if len(lower) > 1 or not all(a < b for a, b in pairwise([0.0, *lower, upper, math.inf])):
+        raise ValueError(f"{text!r} must be a number above 0, or two that rise, as '0.5_2.0'")
+    return WeightBounds(lower[0] if lower else None, upper)

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 
 from megarl.base.algorithm_names import DISTILLATION_MODES, FORWARD_KL_TOPK, FULL_KL
 from megarl.config.keys import derived_key, key, section
-from megarl.config.schema.devices import OwnDevicesConfig
-from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig
+from megarl.config.schema.model import LogProbBatchConfig, MegatronConfig, OwnDevicesConfig
 
 
 @dataclass(frozen=True)

@@ -8,8 +8,7 @@ from typing import Any, ClassVar, TypeAlias, TypeVar
 
 from megarl.base.algorithm_names import KTO, PREFERENCE_LOSS_TYPES, estimator_needs
 from megarl.config.keys import AUTO, derived_key, key, section
-from megarl.config.schema.algorithm import AlgorithmConfig
-from megarl.config.schema.async_training import LOGLINEAR, RECOMPUTE, AsyncTrainingConfig
+from megarl.config.schema.algorithm import LOGLINEAR, RECOMPUTE, AlgorithmConfig, AsyncTrainingConfig
 from megarl.config.schema.data import (
     DataConfig,
     GenerateDataConfig,
@@ -20,9 +19,14 @@ from megarl.config.schema.data import (
     SFTDataConfig,
     SupervisedDataConfig,
 )
-from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.distillation import DistillationConfig
-from megarl.config.schema.model import MegatronConfig, ModelPathConfig, OptimConfig, TrainedModelConfig
+from megarl.config.schema.model import (
+    MegatronConfig,
+    ModelPathConfig,
+    OptimConfig,
+    OwnDevicesConfig,
+    TrainedModelConfig,
+)
 from megarl.config.schema.rewards import RewardConfig, TrainingRewardConfig
 from megarl.config.schema.roles import ActorConfig, CriticConfig, RefConfig
 from megarl.config.schema.rollout import RolloutConfig, TrainingRolloutConfig

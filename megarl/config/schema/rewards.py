@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.keys import derived_key, key, section
-from megarl.config.schema.devices import OwnDevicesConfig
-from megarl.config.schema.model import MegatronConfig
+from megarl.config.schema.model import MegatronConfig, OwnDevicesConfig
 
 BUILT_IN_REWARDS = (
     "auto",

@@ -7,13 +7,13 @@ from dataclasses import dataclass
 
 from megarl.base.algorithm_names import FULL_KL, KL_KINDS, LOSS_AGG_MODES, LOSS_MODES
 from megarl.config.keys import derived_key, key, section
-from megarl.config.schema.devices import OwnDevicesConfig
 from megarl.config.schema.model import (
     AdapterKeys,
     CheckpointConfig,
     LogProbBatchConfig,
     MegatronConfig,
     OptimConfig,
+    OwnDevicesConfig,
     UpdateBatchConfig,
 )
 from megarl.config.schema.run import RoleProfilerConfig

@@ -7,8 +7,7 @@ from dataclasses import dataclass
 from typing import Any
 
 from megarl.config.keys import derived_key, key, section
-from megarl.config.schema.devices import OwnDevicesConfig
-from megarl.config.schema.model import DTYPES, LogProbBatchConfig
+from megarl.config.schema.model import DTYPES, LogProbBatchConfig, OwnDevicesConfig
 
 QUANTIZATION_KEY = "actor_rollout_ref.rollout.quantization"
 FP8 = "fp8"

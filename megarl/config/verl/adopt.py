@@ -24,17 +24,11 @@ _DYNAMIC = (
 
 
 class Adoption(NamedTuple):
-    """Result of adopting verl's keys.
+    """Result of adopting verl's keys."""
 
-    Attributes:
-        values: of the schema's keys, and of keys that neither project has.
-        problems: keys that megarl refuses.
-        notes: one line for each key that is translated or has no effect.
-    """
-
-    values: dict[str, Any]
-    problems: list[Problem]
-    notes: list[str]
+    values: dict[str, Any]  # of the schema's keys, and of keys that neither project has
+    problems: list[Problem]  # keys that megarl refuses
+    notes: list[str]  # one line for each key that is translated or has no effect
 
 
 def is_verl_key(schema: type, path: str) -> bool:
@@ -43,10 +37,9 @@ def is_verl_key(schema: type, path: str) -> bool:
 
 
 def adopt(schema: type, values: Mapping[str, Any], overridden: Collection[str] = ()) -> Adoption:
-    """Translate verl's keys to those of megarl's schema.
+    """Translate verl's keys among nested plain values, which include all defaults, to those of megarl's schema.
 
     Args:
-        values: nested and plain, including all defaults.
         overridden: keys of the command line; of two names for one setting they take precedence over files.
     """
     return _Adopter(schema, values, overridden).adopt() if table_of(schema).rules else Adoption(dict(values), [], [])
@@ -55,8 +48,7 @@ def adopt(schema: type, values: Mapping[str, Any], overridden: Collection[str] =
 def adopt_file(schema: type, values: Mapping[str, Any]) -> Adoption:
     """Translate only the names in one file, so that later files and the command line override either name.
 
-    Args:
-        values: nested and plain, as the file has them; interpolations stay.
+    Interpolations stay as they are.
     """
     adopter = _Adopter(schema, values, ())
     adopter.rename_all()
@@ -77,9 +69,13 @@ class _Adopter:
         foreign = dict(self._foreign(self.tree))
         for path in foreign:
             _remove(self.tree, path, self.keys)
-        self.switches = self._named_by_rules(foreign)
+        # Rules name switches in verl's words, or in megarl's for a section that moved as a whole.
+        moved = {path: rule.to for path in foreign if isinstance(rule := self.table.rule_for(path), Renamed)}
+        self.switches = {**{to: foreign[path] for path, to in moved.items()}, **foreign}
         for path, value in foreign.items():
-            if value not in (None, {}) or (value is None and self._turns_off(path)):
+            to = self._target(path)  # null is a value of a renamed key; other keys of verl it does not set
+            turns_off = value is None and to is not None and to.optional and to.default is not None
+            if value not in (None, {}) or turns_off:
                 self._apply(path, value, path)
         for path, value in foreign.items():
             if isinstance(rule := self.table.rule_for(path), PoolSwitch) and value is not None:
@@ -117,20 +113,12 @@ class _Adopter:
         """verl's keys with their values; inside a free mapping of megarl, only keys with a rule."""
         for name, value in node.items():
             path = f"{prefix}{name}"
-            if isinstance(value, Mapping) and value and not self._moves_as_mapping(path):
+            to = self._target(path)
+            moves = to is not None and to.is_mapping  # a free mapping of megarl, whose names may have dots
+            if isinstance(value, Mapping) and value and not moves:
                 yield from self._foreign(value, f"{path}.")
             elif path not in self.keys and self.table.rule_for(path) is not None:
                 yield path, value
-
-    def _moves_as_mapping(self, path: str) -> bool:
-        """Whether a section of verl is a free mapping of megarl, whose names may have dots."""
-        to = self._target(path)
-        return to is not None and to.is_mapping
-
-    def _turns_off(self, path: str) -> bool:
-        """Whether null is a value of a renamed key; at other keys of verl null sets nothing."""
-        to = self._target(path)
-        return to is not None and to.optional and to.default is not None
 
     def _target(self, path: str) -> Key | None:
         """Return megarl's key for a key of verl; None without one, or with rules of verl below it."""
@@ -138,11 +126,6 @@ class _Adopter:
         if not isinstance(rule, Renamed) or any(other.startswith(f"{rule.to}.") for other in self.table.rules):
             return None
         return self.keys.get(rule.to)
-
-    def _named_by_rules(self, foreign: Mapping[str, Any]) -> dict[str, Any]:
-        """Values by the names that rules use: verl's, and those of whole sections with another name in megarl."""
-        moved = {path: rule.to for path in foreign if isinstance(rule := self.table.rule_for(path), Renamed)}
-        return {**{moved[path]: foreign[path] for path in moved}, **foreign}
 
     def _apply(self, path: str, value: Any, source: str) -> None:
         """Apply the rule for ``path``; ``source`` is the key as the user wrote it."""

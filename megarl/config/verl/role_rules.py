@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import replace
 from typing import Any
 
-from megarl.config.checks.transformer_field_table import KEYS_OF_SECTION
+from megarl.config.checks.transformer_fields import KEYS_OF_SECTION
 from megarl.config.verl.rules import Feature, NoEffect, Only, OtherBackend, Refused, Renamed, Rule, Values
 
 _ACTOR, _REF, _CRITIC, _REWARD = "actor_rollout_ref.actor", "actor_rollout_ref.ref", "critic", "reward.model"

@@ -9,15 +9,10 @@ from typing import Any, TypeAlias
 
 @dataclass(frozen=True)
 class Only:
-    """Accepted at the values that describe megarl's behaviour; other values are refused.
-
-    Attributes:
-        values: accepted values; null is always accepted.
-        why: megarl's behaviour, or its alternative to other values.
-    """
+    """Accepted at the values that describe megarl's behaviour, and at null; other values are refused."""
 
     values: tuple[Any, ...]
-    why: str
+    why: str  # megarl's behaviour, or its alternative to other values
 
 
 @dataclass(frozen=True)
@@ -29,38 +24,23 @@ class NoEffect:
 
 @dataclass(frozen=True)
 class Renamed:
-    """Translated to megarl's name for the same setting; noted once per run.
+    """Translated to megarl's name for the same setting; noted once per run."""
 
-    Attributes:
-        to: megarl's key.
-        values: values that megarl writes differently; others stay the same.
-        left_out: values that need no setting in megarl.
-        why: difference in meaning, if any.
-        switch: key at whose values ``off`` the setting does nothing; empty = none.
-        off: see ``switch``.
-    """
-
-    to: str
-    values: Mapping[Any, Any] = field(default_factory=dict)
-    left_out: tuple[Any, ...] = ()
-    why: str = ""
-    switch: str = ""
+    to: str  # megarl's key
+    values: Mapping[Any, Any] = field(default_factory=dict)  # those that megarl writes differently
+    left_out: tuple[Any, ...] = ()  # values that need no setting in megarl
+    why: str = ""  # difference in meaning, if any
+    switch: str = ""  # key at whose values `off` the setting does nothing; empty = none
     off: tuple[Any, ...] = ()
 
 
 @dataclass(frozen=True)
 class Feature:
-    """Part of a section that does nothing while its switch is off; refused if it is on.
+    """Part of a section that does nothing while its switch is off; refused if it is on."""
 
-    Attributes:
-        switch: key that turns the section on.
-        off: values of the switch at which the section does nothing.
-        why: megarl's alternative.
-    """
-
-    switch: str
-    off: tuple[Any, ...]
-    why: str
+    switch: str  # key that turns the section on
+    off: tuple[Any, ...]  # values of the switch at which the section does nothing
+    why: str  # megarl's alternative
 
 
 @dataclass(frozen=True)
@@ -72,15 +52,10 @@ class Refused:
 
 @dataclass(frozen=True)
 class OtherBackend:
-    """Concerns a backend of verl that megarl lacks.
-
-    Attributes:
-        name: of the backend.
-        nearest: the closest setting of megarl, if any.
-    """
+    """Concerns a backend of verl that megarl lacks."""
 
     name: str
-    nearest: str = ""
+    nearest: str = ""  # the closest setting of megarl, if any
 
     @property
     def why(self) -> str:
@@ -91,13 +66,9 @@ class OtherBackend:
 
 @dataclass(frozen=True)
 class PoolSwitch:
-    """Turns a role's own devices on or off; in megarl they are on if the role has nodes.
+    """Turns a role's own devices on or off; in megarl they are on if the role has nodes."""
 
-    Attributes:
-        section: section of the role, with ``nnodes`` and ``n_gpus_per_node``.
-    """
-
-    section: str
+    section: str  # of the role, with `nnodes` and `n_gpus_per_node`
 
     @property
     def why(self) -> str:
@@ -110,12 +81,7 @@ Rule: TypeAlias = Only | NoEffect | Renamed | Feature | PoolSwitch | Refused | O
 
 @dataclass(frozen=True)
 class Values:
-    """A key of both, with values of verl that megarl writes differently or lacks.
+    """A key of both, with values of verl that megarl writes differently or lacks."""
 
-    Attributes:
-        meanings: megarl's value by verl's.
-        refused: reason by refused value.
-    """
-
-    meanings: Mapping[Any, Any] = field(default_factory=dict)
-    refused: Mapping[Any, str] = field(default_factory=dict)
+    meanings: Mapping[Any, Any] = field(default_factory=dict)  # megarl's value by verl's
+    refused: Mapping[Any, str] = field(default_factory=dict)  # reason by refused value

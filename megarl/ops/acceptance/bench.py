@@ -124,7 +124,9 @@ class Bench:
             logger.exception("%s failed", name)
             text = " ".join(str(error).split())
             result = Result(name, Verdict.FAIL, note=f"{type(error).__name__}: {text[:300]}")
-        self._record(result)
+        self.report = replace(self.report.with_result(result), seconds=time.monotonic() - self._started)
+        self.report.write(self.folder)
+        self._show(result)
         if self.device.type == "cuda":
             torch.cuda.empty_cache()
 
@@ -157,11 +159,6 @@ class Bench:
         outcome = Verdict.OK if value >= target else Verdict.BELOW
         return Result("", outcome, value, unit, f"at least {target:.3g}", note)
 
-    def _record(self, result: Result) -> None:
-        self.report = replace(self.report.with_result(result), seconds=time.monotonic() - self._started)
-        self.report.write(self.folder)
-        self._show(result)
-
 
 def within(value: float, limit: float, unit: str = "", note: str = "") -> Result:
     """Check a number against an upper limit; NaN fails."""
@@ -169,13 +166,11 @@ def within(value: float, limit: float, unit: str = "", note: str = "") -> Result
     return Result("", outcome, value, unit, f"at most {limit:.3g}", note)
 
 
-def near_plan(value: float, plan: float, unit: str, tolerance: float, note: str = "") -> Result:
+def near_plan(value: float, plan: float, unit: str, tolerance: float) -> Result:
     """Compare a measurement with the estimate of ``megarl plan``."""
     difference = value / plan - 1
     outcome = Verdict.OK if abs(difference) <= tolerance else Verdict.BELOW
-    return Result(
-        "", outcome, value, unit, f"plan {plan:.3g} ± {tolerance:.0%}", f"{difference:+.0%}; {note}".rstrip("; ")
-    )
+    return Result("", outcome, value, unit, f"plan {plan:.3g} ± {tolerance:.0%}", f"{difference:+.0%}")
 
 
 def facts(device: str) -> dict[str, str]:

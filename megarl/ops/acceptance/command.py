@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
 import re
 import subprocess
 import sys
-import tarfile
 import time
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from megarl.base.atomic_write import atomic_write_text
@@ -30,12 +28,9 @@ from megarl.ops.acceptance.results import (
 from megarl.ops.acceptance.stages import STAGES
 
 STAGE_LIMIT_S = 480.0
-CLOSING_S = 5.0  # seconds of a budget for the archive and the table
+CLOSING_S = 5.0  # seconds of a budget for the table
 LEAST_S = 10.0  # a stage does not start with less: its imports take as long
 UNFINISHED = "process of the stage"  # check of a stage whose process crashed or reached the limit
-ARCHIVED = ("*.json", "*.md", "*.log", "*.txt", "scratch/jobs/*/output.txt", "scratch/jobs/**/metrics.jsonl",
-            "scratch/jobs/**/logs/*")  # fmt: skip
-ARCHIVED_BYTES = 8 * 2**20  # larger files stay out of the archive
 
 
 def main(argv: Sequence[str]) -> int:
@@ -46,15 +41,12 @@ def main(argv: Sequence[str]) -> int:
 
 
 def _main(options: argparse.Namespace, started: float) -> int:
-    if options.page is not None:
-        write_tables(options.out, options.page)
-        return 0
     reports = run_stages(_stages(options.stages), options, started)
-    if options.json:
-        print(json.dumps([asdict(report) for report in reports]))
-    else:
-        print("\n".join(line for report in reports for line in ["", *_table(report)]))
-        print(f"\n{count_verdicts(reports)}; all rows, as tables for a page: {options.out / 'results.md'}")
+    for report in reports:  # rows that failed or have a time; comparisons that passed are counted only
+        compares = STAGES[report.stage].module == STAGES["parity"].module
+        lines = result_lines(report, without=frozenset({Verdict.OK}) if compares else frozenset())
+        print("\n".join(["", *lines]))
+    print(f"\n{count_verdicts(reports)}; all rows, as tables for a page: {options.out / 'results.md'}")
     failed = any(report.count(Verdict.FAIL) or not report.is_complete for report in reports)
     return EXIT_FAILED if failed else 0
 
@@ -62,11 +54,8 @@ def _main(options: argparse.Namespace, started: float) -> int:
 def run_stages(names: Sequence[str], options: argparse.Namespace, started: float) -> list[StageReport]:
     """Run stages: first those that measure no times, side by side, then the others, one at a time.
 
-    A stage whose checks are all settled is not repeated unless ``--again``.
-
-    Args:
-        names: names of stages, the most valuable first.
-        started: when the command began, on the monotonic clock.
+    A stage whose checks are all settled is not repeated unless ``--again``. The budget counts from ``started``, on the
+    monotonic clock.
 
     Raises:
         ConfigError: ``--device cuda`` without a GPU, or an invalid ``--checks``.
@@ -97,34 +86,9 @@ def run_stages(names: Sequence[str], options: argparse.Namespace, started: float
             reports[name].write(options.out)
         for report in _run(group, scale, device, options, limit):
             reports[report.stage] = report
-        atomic_write_text(options.out / "results.md", markdown(_read_reports(options.out)))
-        if options.archive is not None:
-            write_archive(options.out, options.archive)
+        found = [read_report(options.out, name, size) for name in STAGES for size in ("full", "tiny")]
+        atomic_write_text(options.out / "results.md", markdown(report for report in found if report.results))
     return list(reports.values())
-
-
-def write_tables(folder: Path, page: Path) -> None:
-    """Write the tables of all reports below a page's text, in place of earlier tables."""
-    text = page.read_text(encoding="utf-8").partition("\n### ")[0].rstrip() if page.is_file() else ""
-    atomic_write_text(page, f"{text}\n\n{markdown(_read_reports(folder))}".lstrip())
-
-
-def _read_reports(folder: Path) -> list[StageReport]:
-    """Reports of a folder that have results, in the order of the stages."""
-    found = (read_report(folder, name, scale) for name in STAGES for scale in ("full", "tiny"))
-    return [report for report in found if report.results]
-
-
-def write_archive(folder: Path, archive: Path) -> None:
-    """Write reports, logs, profiles, and outputs and metrics of jobs to a gzipped tar file; large files stay out."""
-    archive.parent.mkdir(parents=True, exist_ok=True)
-    partial_archive = archive.with_name(f".{archive.name}.partial")
-    with tarfile.open(partial_archive, "w:gz") as tar:
-        for pattern in ARCHIVED:
-            for file in sorted(folder.glob(pattern)):
-                if file.is_file() and file.stat().st_size <= ARCHIVED_BYTES:
-                    tar.add(file, file.relative_to(folder))
-    partial_archive.replace(archive)
 
 
 def _limit(group: Sequence[str], waiting: Sequence[str], limit: float, left: float | None) -> float:
@@ -154,7 +118,7 @@ class _StageRun:
         command += [] if options.checks is None else ["--checks", options.checks]
         self.started = time.monotonic()
         with self.log.open("w", encoding="utf-8") as errors:
-            self.process = subprocess.Popen(command, stdout=2 if options.json else None, stderr=errors)
+            self.process = subprocess.Popen(command, stderr=errors)
 
     def finish(self, limit: float) -> StageReport:
         """Wait for the process until ``limit`` seconds after its start; returns its report."""
@@ -166,7 +130,7 @@ class _StageRun:
             kill_process_tree(self.process)
         report = read_report(self.options.out, self.name, self.scale)
         if report.is_complete:
-            report = report.without(UNFINISHED)
+            report = replace(report, results=tuple(each for each in report.results if each.check != UNFINISHED))
         else:
             output = self.log.read_text(encoding="utf-8", errors="replace").strip() or "no output"
             note = f"{ending}; {output.splitlines()[-1][:300]}"
@@ -187,12 +151,6 @@ def _run(
             ending.callback(kill_process_tree, runs[-1].process)
         for run in runs:
             yield run.finish(limit)
-
-
-def _table(report: StageReport) -> list[str]:
-    """Rows that failed or have a time; comparisons that passed are counted only."""
-    compares = STAGES[report.stage].module == STAGES["parity"].module
-    return result_lines(report, without=frozenset({Verdict.OK}) if compares else frozenset())
 
 
 def _stages(text: str | None) -> list[str]:
@@ -217,13 +175,10 @@ def _parser() -> argparse.ArgumentParser:
         "--budget", type=float, metavar="SECONDS", help="end in time; the most valuable stages run first"
     )
     parser.add_argument("--out", type=Path, default=Path("gpu_check"), help="folder of reports and logs (gpu_check)")
-    parser.add_argument("--archive", type=Path, metavar="FILE", help="after each stage, put reports and logs in a .tgz")
     parser.add_argument("--scale", choices=("tiny", "full"), help="sizes; default: full on a GPU, tiny on a CPU")
     parser.add_argument("--device", choices=("auto", "cuda", "cpu"), default="auto")
     parser.add_argument("--again", action="store_true", help="repeat checks that passed")
     parser.add_argument("--limit", type=float, default=STAGE_LIMIT_S, help=f"seconds of a stage ({STAGE_LIMIT_S:.0f})")
-    parser.add_argument("--page", type=Path, metavar="FILE", help="only write the tables of --out to a Markdown page")
-    parser.add_argument("--json", action="store_true", help="print JSON instead of a table")
     return parser
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from functools import cached_property, partial
 from pathlib import Path
 from xml.etree import ElementTree
@@ -119,15 +119,6 @@ class _Case:
         if not (folder / "config.json").is_file():
             random_shape(shape, folder, dtype)
         return folder
-
-
-def generation(bench: Bench, tokens: int) -> Callable[[], object]:
-    """Build the embedded engine of the speed check; returns an action that generates ``tokens`` per prompt."""
-    case = _Case(bench)
-    case.response = min(case.response, tokens)
-    folder, dtype = case._larger
-    engine = case._engine(folder, str(dtype).removeprefix("torch."))
-    return partial(case._generated, engine, temperature=1.0)
 
 
 @torch.inference_mode()

@@ -71,7 +71,6 @@ class _Case:
         return folder
 
     def warm_up(self) -> Result:
-        """Train on the lessons."""
         started = time.monotonic()
         assert self.warm.is_dir()
         return Result("", Verdict.OK, time.monotonic() - started, "s")

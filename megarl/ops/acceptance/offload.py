@@ -15,7 +15,7 @@ from megarl.ops.acceptance.bench import Bench, UnsupportedError
 from megarl.ops.acceptance.models import SHAPES, SingleRankEngine
 from megarl.ops.acceptance.results import Result, Verdict
 from megarl.ops.acceptance.speed import one_step
-from megarl.ops.plan.pass_costs import ADAM_BYTES
+from megarl.ops.plan.step_costs import ADAM_BYTES
 
 SHARE_OF_COPY = 0.7  # target of offload and onload, as a share of one large copy through pinned memory
 SHARE_OF_BANDWIDTH = 0.5  # target of the optimizer step, as a share of the device's memory bandwidth
@@ -53,7 +53,6 @@ class _Case:
         return self.bench.speed(rates[index], SHARE_OF_COPY * self._copy_rates[index], "GB/s", note)
 
     def bits(self) -> Result:
-        """Compare the weights before and after."""
         with self._engine() as engine:
             one_step(engine, self.fields)
             before = engine.weights.to_host()

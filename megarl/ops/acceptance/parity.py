@@ -96,10 +96,12 @@ class _Case:
     @cached_property
     def rounded(self) -> Outputs:
         """Outputs of transformers' bfloat16 model."""
-        return _of_transformers(self._rounded_model(), self.rows, self.bench.device)
+        from transformers import AutoModelForCausalLM
+
+        model = AutoModelForCausalLM.from_pretrained(self.folder, dtype=torch.bfloat16, trust_remote_code=False)
+        return _of_transformers(model.eval().to(self.bench.device), self.rows, self.bench.device)
 
     def compare(self, quantity: str, dtype: torch.dtype) -> Result:
-        """Compare one quantity with the reference."""
         error = partial(_difference, quantity, self.reference, typical=self._reroutes(dtype))
         if dtype not in self._ours:
             self._ours[dtype] = self._of_megarl(dtype)
@@ -126,7 +128,6 @@ class _Case:
             return self._near(plain, shared, dtype)
 
     def kernels(self, dtype: torch.dtype) -> Result:
-        """Name the kernels."""
         with self._engine(dtype) as engine:
             return Result("", Verdict.INFO, note=engine.describe())
 
@@ -151,14 +152,6 @@ class _Case:
             grads = _whole(engine, {name: p.main_grad.clone() for name, p in params.items()})
             engine.optimizer_step()
             return Outputs(log_probs, grads, _whole(engine, engine.weights.to_host()))
-
-    def _rounded_model(self) -> Any:
-        import transformers
-
-        loaded = transformers.AutoModelForCausalLM.from_pretrained(
-            self.folder, dtype=torch.bfloat16, trust_remote_code=False
-        )
-        return loaded.eval().to(self.bench.device)
 
 
 def _pack(rows: list[Row], *, share_prompts: bool = False) -> PackedMicroBatch:

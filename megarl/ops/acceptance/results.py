@@ -68,10 +68,6 @@ class StageReport:
         others = tuple(each for each in self.results if each.check != result.check)
         return replace(self, results=(*others, result))
 
-    def without(self, check: str) -> StageReport:
-        """Drop the result of a check."""
-        return replace(self, results=tuple(each for each in self.results if each.check != check))
-
     def count(self, outcome: Verdict) -> int:
         """Count the results with an outcome."""
         return sum(result.outcome is outcome for result in self.results)

@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Callable, Iterator
 from functools import cached_property, partial
 from typing import Any, NamedTuple
 
@@ -161,14 +159,6 @@ class _Case:
         planned = PlannedPass("update_actor", True, sizes.tokens, outputs, MICRO_BATCHES, 1, 0, longest=longest)
         fused = uses_transformer_engine(self.bench.device, self.dtype)
         return StateCounter(role).of(0).total + role_activations(role, planned, 0, fused=fused).total
-
-
-@contextlib.contextmanager
-def first_passes(bench: Bench) -> Iterator[dict[str, Callable[[], object]]]:
-    """Build the engine of the first size; yields its update and its log-prob pass by name."""
-    case = _Case((TINY if bench.is_tiny else FULL)[0], bench)
-    with case._engine() as engine:
-        yield {"update": partial(case._step, engine), "log_probs": partial(engine.forward, case._micro_batches)}
 
 
 def one_step(engine: MegatronEngine, fields: dict[str, Any], tokens: int = 64) -> None:

@@ -44,21 +44,14 @@ STAGES = {
     "offload": Stage(
         "megarl.ops.acceptance.offload", "offload, onload and the optimizer step in GB/s, memory snapshot", 50
     ),
-    "profile": Stage(
-        "megarl.ops.acceptance.profile", "kernels of an update, of log-probs and of generation by time", 45
-    ),
-    "fp8": Stage("megarl.ops.acceptance.fp8", "FP8 matrix products: error and speed", 15),
 }
 """Stages, the most valuable first; those that measure no times run side by side before the others."""
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one stage in this process; the command starts it as a child process.
+    """Run one stage in this child process of the command; returns 0, or 1 if a check failed.
 
     A SIGTERM raises, so that the stage ends its own processes.
-
-    Returns:
-        The exit code: 0, or 1 if a check failed.
     """
     parser = argparse.ArgumentParser()
     parser.add_argument("stage", choices=STAGES)

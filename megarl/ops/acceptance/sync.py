@@ -53,7 +53,6 @@ class _Case:
         self.bucket_bytes = 2**20 if bench.is_tiny else 2**28
 
     def transport(self) -> Result:
-        """Name the chosen transport."""
         name = self._figures[0]
         expected = "cuda_ipc" if self.bench.device.type == "cuda" else "shared_memory"
         return Result("", Verdict.OK if name == expected else Verdict.FAIL, target=expected, note=name)
@@ -149,7 +148,6 @@ class _Remote:
         return wait
 
     def call(self, verb: str, *arguments: Any) -> Any:
-        """Start a call and wait for its answer."""
         return self.start(verb, *arguments)()
 
 
@@ -160,11 +158,9 @@ class _EngineProcess:
         self._device = device
 
     def location(self) -> ProcessLocation:
-        """Location of this process."""
         return current_location(str(self._device))
 
     def build(self, model: ModelConfig, plan: RankPlan, routes: Routes) -> None:
-        """Build the engine's weights and their receiver."""
         self._model = model
         self._params = WeightMap(model).rollout_params(1, 0)
         self._store = WeightStore(self._params, DTYPE, self._device)
@@ -173,7 +169,6 @@ class _EngineProcess:
         self._receiver = BucketReceiver.connect(spec, self._store, self._device)
 
     def receive(self, command: str, *arguments: Any) -> Any:
-        """Run a command of the receiver."""
         target = self._receiver.peers if command == "open" else self._receiver
         return getattr(target, command)(*arguments)
 

@@ -10,6 +10,7 @@ from dataclasses import replace
 
 from megarl.base.commands import EXIT_FAILED, exit_code
 from megarl.base.errors import ConfigError
+from megarl.config.short_flags import add_config_arguments
 from megarl.ops.doctor.node import Needs, check_node, needs_of
 from megarl.ops.doctor.node.results import reports_table
 
@@ -45,18 +46,14 @@ def _check(options: argparse.Namespace) -> int:
 
 
 def _needs(options: argparse.Namespace) -> Needs:
-    """Requirements from the configuration, if one is named, and from options, which take precedence.
-
-    Raises:
-        ConfigError: the configuration is invalid.
-    """
+    """Requirements from the configuration, if one is named, and from options, which take precedence."""
     needs = Needs()
     if options.config_name is not None:
         from megarl.config import TrainConfig
         from megarl.config.compose import ConfigRequest, compose
 
-        name = options.config_name.removesuffix(".yaml")
-        needs = needs_of(compose(ConfigRequest(TrainConfig, name, tuple(options.overrides), options.config_dir)))
+        request = ConfigRequest(TrainConfig, options.config_name, tuple(options.overrides), options.config_dir)
+        needs = needs_of(compose(request))
     elif options.overrides:
         raise ConfigError(f"{options.overrides[0]}: overrides need a --config-name", code="doctor.no-config-name")
     named = {name: getattr(options, name) for name in ("checkpoint_dir", "device", "devices")}
@@ -71,9 +68,7 @@ def _parser() -> argparse.ArgumentParser:
         "each failed check. `megarl doctor --accept --help`: run megarl's parts on this machine's GPU. `megarl doctor "
         "logprobs --help`: why the log-probs of engine and actor differ.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
-    parser.add_argument("--config-name", "-cn", help="YAML file of a training run, whose requirements are checked")
-    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
+    add_config_arguments(parser, "YAML file of a training run, whose requirements are checked")
     parser.add_argument("--checkpoint-dir", help="folder to check for space and speed; default: the configuration's")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), help="default: the configuration's, or auto")
     parser.add_argument("--devices", type=int, help="GPUs, or processes on CPU, per node; default: the configuration's")

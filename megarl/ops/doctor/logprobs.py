@@ -1,10 +1,17 @@
-"""``megarl doctor logprobs``: find out why the log-probs of engine and actor differ, from saved rollouts."""
+"""``megarl doctor logprobs``: find out why the log-probs of engine and actor differ, from saved rollouts.
+
+Each side is compared with plain transformers on the weights that both should have had. The first cause that fits
+explains a difference: another temperature; other weights, if the difference is larger than rounding; another dtype, if
+the side is configured for bfloat16 or its differences correlate with bfloat16's errors; else the kernels.
+"""
 
 from __future__ import annotations
 
 import argparse
 import dataclasses
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from dataclasses import dataclass
+from enum import Enum
 from pathlib import Path
 from typing import Any
 
@@ -15,7 +22,203 @@ from megarl.base.commands import exit_code
 from megarl.base.errors import DataError, ModelError
 from megarl.data.rollout_dump import RolloutDump
 from megarl.data.tokenizers import open_tokenizer
-from megarl.ops.doctor.logprob_diagnosis import diagnose, render_diagnosis
+
+AGREES = 1e-4  # mean absolute difference of log-probs, in nats, below which two float32 computations agree
+EXPLAINED = 0.3  # a temperature explains a difference if at most this share of it remains
+CORRELATED, SIGNIFICANT = 0.25, 3.0
+"""Differences are bfloat16's errors above this correlation, if it is that many standard deviations above chance."""
+ROUNDING = 4.0  # a difference above this multiple of bfloat16's is not rounding
+SAME_TEMPERATURE = 0.02  # relative difference below which two temperatures are equal
+
+_ROWS = {
+    "difference": "in float32",
+    "rounded": "in bfloat16",
+    "correlation": "correlation with bfloat16's errors",
+    "remaining": "in float32, at the best temperature",
+    "temperature": "best temperature",
+}
+"""Rows of the report: fields of a side, with their labels."""
+LogProbsAt = Callable[[Sequence[float]], np.ndarray]  # maps temperatures to log-probs `[temperatures, tokens]`
+
+
+class Cause(Enum):
+    """Cause of a difference to transformers."""
+
+    NONE = "none"
+    TEMPERATURE = "temperature"
+    DTYPE = "dtype"
+    WEIGHTS = "weights"
+    KERNELS = "kernels"
+
+
+@dataclass(frozen=True)
+class SideDiagnosis:
+    """Diagnosis of one side, engine or actor."""
+
+    cause: Cause
+    difference: float  # mean absolute difference to float32 at the run's temperature, in nats
+    rounded: float  # mean absolute difference to bfloat16
+    correlation: float  # correlation of the side's errors with bfloat16's errors, -1 to 1
+    temperature: float  # temperature of the nearest float32 log-probs
+    remaining: float  # mean absolute difference at that temperature
+
+
+@dataclass(frozen=True)
+class Diagnosis:
+    """Diagnosis of a rollout dump."""
+
+    engine: SideDiagnosis
+    actor: SideDiagnosis
+    between: float  # mean absolute difference of the two sides, in nats
+    largest: float  # largest absolute difference
+    signed: float  # mean of engine minus actor: the k1 estimate of the KL
+    k3: float  # the k3 estimate of the KL, never negative
+    rounding: float  # mean absolute difference of transformers in float32 and bfloat16
+    tokens: int  # number of compared tokens
+
+
+def diagnose(
+    engine: np.ndarray,
+    actor: np.ndarray,
+    temperature: float,
+    exact: LogProbsAt,
+    rounded: np.ndarray,
+    in_bfloat16: tuple[bool, bool] = (False, False),
+) -> Diagnosis:
+    """Compare both sides with a third computation of the same tokens.
+
+    Args:
+        engine: the engine's log-probs, ``[tokens]``.
+        actor: the actor's log-probs, ``[tokens]``.
+        temperature: sampling temperature of the run.
+        exact: transformers in float32, at any temperature.
+        rounded: transformers in bfloat16 at the run's temperature, ``[tokens]``.
+        in_bfloat16: whether engine and actor are configured for bfloat16.
+    """
+    reference = exact([temperature])[0]
+    log_ratio = actor - engine
+    return Diagnosis(
+        engine=_diagnose_side(engine, temperature, reference, exact, rounded, in_bfloat16[0]),
+        actor=_diagnose_side(actor, temperature, reference, exact, rounded, in_bfloat16[1]),
+        between=_distance(engine, actor),
+        largest=float(np.abs(log_ratio).max()),
+        signed=float(-log_ratio.mean()),
+        k3=float((np.exp(np.clip(log_ratio, -20, 20)) - 1 - log_ratio).mean()),
+        rounding=_distance(rounded, reference),
+        tokens=len(engine),
+    )
+
+
+def _distance(left: np.ndarray, right: np.ndarray) -> float:
+    return float(np.abs(left - right).mean())
+
+
+def _diagnose_side(
+    side: np.ndarray,
+    temperature: float,
+    reference: np.ndarray,
+    exact: LogProbsAt,
+    rounded: np.ndarray,
+    in_bfloat16: bool,
+) -> SideDiagnosis:
+    difference, to_rounded = _distance(side, reference), _distance(side, rounded)
+    correlation = _correlation(side - reference, rounded - reference)
+    if difference <= AGREES:
+        return SideDiagnosis(Cause.NONE, difference, to_rounded, correlation, temperature, difference)
+    best, remaining = _nearest_temperature(side, temperature, exact)
+    if abs(best / temperature - 1) > SAME_TEMPERATURE and remaining <= EXPLAINED * difference:
+        cause = Cause.TEMPERATURE
+    elif difference > ROUNDING * _distance(rounded, reference):
+        cause = Cause.WEIGHTS
+    else:
+        pattern = correlation >= max(CORRELATED, SIGNIFICANT / len(side) ** 0.5)
+        cause = Cause.DTYPE if in_bfloat16 or pattern else Cause.KERNELS
+    return SideDiagnosis(cause, difference, to_rounded, correlation, best, remaining)
+
+
+def _correlation(left: np.ndarray, right: np.ndarray) -> float:
+    left, right = left - left.mean(), right - right.mean()
+    scale = float(np.sqrt((left**2).sum() * (right**2).sum()))
+    return float((left * right).sum()) / scale if scale > 0 else 0.0
+
+
+def _nearest_temperature(side: np.ndarray, temperature: float, exact: LogProbsAt) -> tuple[float, float]:
+    """Temperature of the nearest float32 log-probs, by two grid scans, and the remaining difference."""
+    grid = np.geomspace(temperature / 5, temperature * 5, 49)
+    for _ in range(2):
+        distances = np.abs(exact(grid.tolist()) - side).mean(axis=1)
+        at = int(distances.argmin())
+        best, remaining = float(grid[at]), float(distances[at])
+        grid = np.geomspace(grid[max(at - 1, 0)], grid[min(at + 1, len(grid) - 1)], 17)
+    return best, remaining
+
+
+def logprob_verdict(diagnosis: Diagnosis, temperature: float) -> str:
+    """State the cause of the difference in a line or two."""
+    engine, actor = diagnosis.engine, diagnosis.actor
+    if engine.cause is Cause.WEIGHTS and actor.cause is Cause.WEIGHTS:
+        return (
+            "weights: neither side computed with this folder's weights (repeat with the folder of the weights at the "
+            "beginning of the step)"
+        )
+    if diagnosis.between <= AGREES:
+        return "none: engine and actor agree"
+    if engine.cause is Cause.DTYPE and actor.cause is Cause.DTYPE:
+        return "kernels: both sides compute in bfloat16 and round differently"
+    sides = (("the engine", engine), ("the actor", actor))
+    causes = [_cause(name, side, diagnosis, temperature) for name, side in sides]
+    return "; ".join(filter(None, causes)) or "none: both sides agree with transformers"
+
+
+def _cause(name: str, side: SideDiagnosis, diagnosis: Diagnosis, temperature: float) -> str:
+    ratio = side.difference / max(diagnosis.rounding, 1e-12)
+    texts = {
+        Cause.NONE: "",
+        Cause.TEMPERATURE: f"{name}'s log-probs are at temperature {side.temperature:.3g}, the run's is "
+        f"{temperature:g}",
+        Cause.DTYPE: f"{name} computes in bfloat16 (the difference is {ratio:.2g} times bfloat16's)",
+        Cause.WEIGHTS: f"{name} computed with other weights than this folder's (the difference is {ratio:.0f} times "
+        "bfloat16's)",
+        Cause.KERNELS: f"{name} has the right weights and temperature and rounds differently, {ratio:.2g} times "
+        "bfloat16's difference",
+    }
+    text = texts[side.cause]
+    return text and f"{side.cause.value}: {text}"
+
+
+def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retokenized: int | None) -> str:
+    """Render the report of a dump; ``retokenized`` rows encode to other ids, None without a tokenizer."""
+    metadata = dump.metadata
+    versions = ", ".join(map(str, sorted(set(dump.weight_versions.tolist()))))
+    lines = [
+        f"{name}: step {metadata.step}, {len(dump)} rows, {diagnosis.tokens} generated tokens, temperature "
+        f"{metadata.temperature:g}, weight version {versions}",
+        f"engine {metadata.engine} in {metadata.engine_dtype}, actor in {metadata.actor_dtype}",
+        "",
+        f"{'mean |difference| of log-probs to transformers':<48}{'engine':>12}{'actor':>12}",
+        *(
+            f"  {label:<46}{getattr(diagnosis.engine, name):>12.3g}{getattr(diagnosis.actor, name):>12.3g}"
+            for name, label in _ROWS.items()
+        ),
+        "",
+        f"engine minus actor: mean |difference| {diagnosis.between:.3g}, largest {diagnosis.largest:.3g}, mean (KL) "
+        f"{diagnosis.signed:+.3g}, k3 {diagnosis.k3:.3g}",
+        f"float32 and bfloat16 differ by {diagnosis.rounding:.3g}",
+        _tokens(len(dump), retokenized),
+        f"verdict: {logprob_verdict(diagnosis, metadata.temperature)}",
+    ]
+    return "\n".join(lines)
+
+
+def _tokens(rows: int, retokenized: int | None) -> str:
+    if retokenized is None:
+        return "tokenization: not checked, the folder has no tokenizer"
+    if not retokenized:
+        return "tokenization: the text of every response encodes to the sampled ids"
+    return (
+        f"tokenization: the text of {retokenized} of {rows} responses encodes to different ids than sampled; a path "
+        "through text (an HTTP client, a chat template) would compute different log-probs"
+    )
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -138,7 +341,6 @@ def retokenized(dump: RolloutDump, folder: str | Path) -> int | None:
 
 
 def _generated(dump: RolloutDump, name: str) -> np.ndarray:
-    """One side's log-probs of the generated tokens of all rows."""
     rows: list[np.ndarray] = getattr(dump, name)
     kept = [values[mask.astype(bool)] for values, mask in zip(rows, dump.generated, strict=True)]
     return np.concatenate(kept).astype(np.float64) if kept else np.zeros(0)

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from typing import Any
 
 import numpy as np
 import torch
@@ -13,11 +14,11 @@ from megarl.agents import check_agent_loops
 from megarl.agents.build import default_agent_loop
 from megarl.agents.endpoint import check_endpoint
 from megarl.base.formatting import DTYPE_BYTES, count_noun, gib
-from megarl.config import TrainConfig
+from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.data.tokenizers import load_tokenizer
 from megarl.models import WeightMap, read_model_config
-from megarl.ops.dry_run.parts import WARNING, DryRun
+from megarl.ops.dry_run.parts import WARNING, DryRun, check_parts
 from megarl.rollout.registry import engine_vocab_multiple
 from megarl.samples.reward_functions import check_rewards, reward_plan
 from megarl.samples.reward_phase import reward_manager
@@ -25,8 +26,11 @@ from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
 from megarl.sharding.verification import check_coverage
 from megarl.trainer.jobs.early_checks import check_learners, check_reward_model, check_rows
+from megarl.trainer.jobs.preference import preference_training
 from megarl.trainer.jobs.preflight import check_algorithm, check_data_classes, check_engine, check_teacher_tokenizers
+from megarl.trainer.jobs.sft import FineTuning
 from megarl.trainer.jobs.supervised import SupervisedJob
+from megarl.trainer.jobs.train_reward_model import RewardTraining
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.workers.settings import layout_of
 
@@ -122,7 +126,9 @@ class TrainDryRun(DryRun):
             return
         workers = config.reward.num_workers
         few = dataclasses.replace(config.reward, num_workers=1 if workers is None else min(workers, 1))
-        truth, tokenizer = self._ground_truth(), self._needed(self._tokenizer, "tokenizer")
+        tokenizer = self._needed(self._tokenizer, "tokenizer")
+        truth = self._needed(self._first_batch, "data").non_tensor_batch["reward_model"][0]
+        truth = str(truth.get("ground_truth") if hasattr(truth, "get") else truth)
         with reward_manager(dataclasses.replace(config, reward=few), tokenizer) as manager:
             for answer in (form.format(truth) for form in ANSWER_FORMS):
                 row = self._answered_row(answer)
@@ -188,10 +194,6 @@ class TrainDryRun(DryRun):
             vocab_multiple=engine_vocab_multiple(rollout.name),
         )
 
-    def _ground_truth(self) -> str:
-        reward_model = self._needed(self._first_batch, "data").non_tensor_batch["reward_model"][0]
-        return str(reward_model.get("ground_truth") if hasattr(reward_model, "get") else reward_model)
-
     def _answered_row(self, answer: str) -> DataProto:
         """Return the first prompt with an answer as the response."""
         tokenizer, row = self._needed(self._tokenizer, "tokenizer"), self._needed(self._first_batch, "data")[:1]
@@ -237,3 +239,20 @@ class SupervisedDryRun(DryRun):
     def held_out_rows(self) -> StatefulLoader | None:
         """Return the loader of the validation data, or None."""
         return self.job.held_out
+
+
+_SUPERVISED: dict[type, Callable[[Any], SupervisedJob]] = {
+    SFTConfig: FineTuning,
+    RewardTrainingConfig: RewardTraining,
+    PreferenceConfig: preference_training,
+}
+
+
+def run(config: TrainConfig | SupervisedConfig) -> None:
+    """Check every part of a training job and print the result of each.
+
+    Raises:
+        ConfigError: a part failed; the message lists all failed parts.
+    """
+    is_supervised = isinstance(config, SupervisedConfig)
+    check_parts(SupervisedDryRun(_SUPERVISED[type(config)](config)) if is_supervised else TrainDryRun(config))

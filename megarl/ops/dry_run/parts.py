@@ -29,9 +29,11 @@ from megarl.models import read_model_config
 from megarl.models.end_tokens import read_end_tokens
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, check_model_folder
 from megarl.ops.doctor.node import Status, needs_of
-from megarl.ops.doctor.node.storage import check_checkpoint_room
+from megarl.ops.doctor.node.system import check_checkpoint_room
+from megarl.ops.plan.estimate import estimate, find_suggestion
+from megarl.ops.plan.flops import lengths_of
+from megarl.ops.plan.hardware import hardware_of
 from megarl.ops.plan.report import shortfall_lines
-from megarl.ops.plan.suggestion import plan_run
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.early_checks import check_packages, check_writable
 from megarl.trainer.jobs.output_folders import check_output_folders
@@ -117,35 +119,19 @@ class DryRun(ABC):
 
     @abstractmethod
     def roles(self) -> dict[str, tuple[str, str]]:
-        """Check and return the model folder and layout of each role.
-
-        Raises:
-            ModelError, ConfigError: a layout does not fit its model.
-        """
+        """Return the model folder and layout of each role; raises if a layout does not fit its model."""
 
     @abstractmethod
     def load_tokenizer(self) -> PreTrainedTokenizerBase:
-        """Load the tokenizer as the run does.
-
-        Raises:
-            ModelError: no usable tokenizer.
-        """
+        """Load the tokenizer as the run does."""
 
     @abstractmethod
     def training_rows(self) -> StatefulLoader:
-        """Check the training files and return the loader of the run.
-
-        Raises:
-            DataError, ConfigError: a file, a row or the configured order is invalid.
-        """
+        """Check the training files, rows and their order, and return the loader of the run."""
 
     @abstractmethod
     def held_out_rows(self) -> StatefulLoader | None:
-        """Return the loader of the validation data, or None without validation.
-
-        Raises:
-            DataError, ConfigError: a file or a row is invalid.
-        """
+        """Return the loader of the validation data, which it checks; None without validation."""
 
     def machine(self) -> Iterator[str]:
         """Check the packages and devices of this machine, or that the cluster at ``RAY_ADDRESS`` answers.
@@ -222,7 +208,7 @@ class DryRun(ABC):
     def memory(self) -> Iterator[str]:
         """Estimate the memory of the fullest device and node; a run that does not seem to fit gets a warning."""
         self._needed(self._layouts_fit, "models and layouts")
-        plan, suggestion = plan_run(self.config)
+        plan = estimate(self.config, hardware_of(self.config), lengths_of(self.config))
         name, usable = plan.hardware.name, plan.usable_bytes
         for phase in plan.memory.phases:
             parts = ", ".join(f"{part.owner} {part.name} {gib(part.nbytes)}" for part in phase.components[:4])
@@ -231,7 +217,7 @@ class DryRun(ABC):
         if plan.fits:
             yield f"fits {name}: {gib(usable)} GiB of each device are usable"
         else:
-            lines = "; ".join(shortfall_lines(plan, suggestion))
+            lines = "; ".join(shortfall_lines(plan, find_suggestion(plan)))
             yield f"{WARNING}on {name} (trainer.hardware) it does not seem to fit: {lines}"
 
     def checkpoints(self) -> Iterator[str]:

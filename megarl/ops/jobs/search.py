@@ -23,12 +23,9 @@ BEST_FILE = "optimization_results.yaml"
 def run_search(
     sweep: ComposedSweep[Any], minimize: bool, start: Callable[[Sequence[Sequence[str]]], list[RunResult]]
 ) -> None:
-    """Run the trials of a study, and write the best one.
+    """Run the trials of a study by ``start``, which takes overrides and returns results; write the best one.
 
-    Args:
-        sweep: with the keys of the search.
-        minimize: whether the smallest objective is the best, unless ``direction`` is set.
-        start: runs some trials with these overrides, and returns their results.
+    The smallest objective is the best with ``minimize``, unless ``direction`` is set.
     """
     keys, request = sweep.settings.search, sweep.request
     assert keys is not None

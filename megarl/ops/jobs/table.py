@@ -20,7 +20,7 @@ from megarl.config import (
 from megarl.config.compose import Changes, ChosenLayout, ConfigRequest, compose
 from megarl.config.keys import AUTO
 from megarl.config.schema.jobs import JobConfig
-from megarl.config.short_flags import add_flags, flag_overrides
+from megarl.config.short_flags import add_config_arguments, add_flags, flag_overrides
 from megarl.config.verl.table import table_of
 from megarl.trainer.jobs.model_layouts import check_models
 
@@ -34,29 +34,25 @@ class Job(NamedTuple):
     doc: str
 
 
+_JOBS = "megarl.trainer.jobs"
 JOBS = {
-    "train": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "reinforcement learning with any configuration"),
-    "grpo": Job(TrainConfig, "grpo", "megarl.trainer.jobs.train", "GRPO: groups of answers, no critic"),
-    "ppo": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "PPO: a critic and generalized advantages"),
-    "distill": Job(TrainConfig, "distill", "megarl.trainer.jobs.train", "on-policy distillation from a teacher"),
-    "sft": Job(SFTConfig, "sft", "megarl.trainer.jobs.sft", "supervised fine-tuning"),
+    "train": Job(TrainConfig, "ppo", f"{_JOBS}.train", "reinforcement learning with any configuration"),
+    "grpo": Job(TrainConfig, "grpo", f"{_JOBS}.train", "GRPO: groups of answers, no critic"),
+    "ppo": Job(TrainConfig, "ppo", f"{_JOBS}.train", "PPO: a critic and generalized advantages"),
+    "distill": Job(TrainConfig, "distill", f"{_JOBS}.train", "on-policy distillation from a teacher"),
+    "sft": Job(SFTConfig, "sft", f"{_JOBS}.sft", "supervised fine-tuning"),
     "reward-model": Job(
-        RewardTrainingConfig,
-        "reward_model",
-        "megarl.trainer.jobs.train_reward_model",
-        "training of a reward model on pairs",
+        RewardTrainingConfig, "reward_model", f"{_JOBS}.train_reward_model", "training of a reward model on pairs"
     ),
     "preference": Job(
         PreferenceConfig,
         "preference",
-        "megarl.trainer.jobs.preference",
+        f"{_JOBS}.preference",
         "preference optimization on pairs (DPO, IPO, SLiC, SimPO)",
     ),
-    "dpo": Job(PreferenceConfig, "preference", "megarl.trainer.jobs.preference", "DPO, the default preference loss"),
-    "evaluate": Job(
-        EvaluateConfig, "evaluate", "megarl.trainer.jobs.evaluate", "mean@N, best@N, maj@N on held-out prompts"
-    ),
-    "generate": Job(GenerateConfig, "generate", "megarl.trainer.jobs.generate", "answers to prompts, without scores"),
+    "dpo": Job(PreferenceConfig, "preference", f"{_JOBS}.preference", "DPO, the default preference loss"),
+    "evaluate": Job(EvaluateConfig, "evaluate", f"{_JOBS}.evaluate", "mean@N, best@N, maj@N on held-out prompts"),
+    "generate": Job(GenerateConfig, "generate", f"{_JOBS}.generate", "answers to prompts, without scores"),
 }
 
 
@@ -78,7 +74,7 @@ def compose_job(name: str, argv: Sequence[str]) -> JobConfig:
 
 def planned_layout(build: Callable[[Changes], Any], fixed: frozenset[str]) -> ChosenLayout:
     """Choose the layout of a run, as :data:`megarl.config.compose.LayoutChooser`."""
-    from megarl.ops.plan.automatic import automatic_layout
+    from megarl.ops.plan.layout_choice import automatic_layout
 
     return automatic_layout(build, fixed)
 
@@ -90,10 +86,8 @@ def job_parser(name: str) -> argparse.ArgumentParser:
         prog=f"megarl {name}",
         description=f"{job.doc}. Every key is described in docs/reference/config/{name.replace('-', '_')}.md.",
     )
-    parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE", help="overrides of the YAML file")
     add_flags(parser, job.schema)
-    parser.add_argument("--config-name", "-cn", help=f"YAML file; default: {job.config_name}")
-    parser.add_argument("--config-dir", "-cd", help="folder with YAML files, searched before megarl's own")
+    add_config_arguments(parser, f"YAML file; default: {job.config_name}")
     parser.add_argument("--config-path", "-cp", help="same as --config-dir, for verl's scripts")
     parser.add_argument("--cfg", "-c", choices=["job"], help="print the resolved configuration instead of running")
     parser.add_argument(
@@ -120,4 +114,4 @@ def job_request(job: Job, options: argparse.Namespace) -> ConfigRequest[Any]:
         overrides = (f"layout={AUTO}", *overrides)  # a short command; later words replace it
     if folder is None and options.config_path is not None and Path(options.config_path).is_dir():
         folder = options.config_path
-    return ConfigRequest(job.schema, config_name.removesuffix(".yaml"), overrides, folder)
+    return ConfigRequest(job.schema, config_name, overrides, folder)

@@ -2,17 +2,3 @@
 
 Reads the configuration and each model's ``config.json``. Starts no process, needs no GPU and imports no torch.
 """
-
-from megarl.ops.plan.job import PlannedJob, PlannedPass, PlannedRole, PlannedRollout
-from megarl.ops.plan.job_from_config import planned_job
-from megarl.ops.plan.memory import MemoryPlan, plan_memory
-
-__all__ = [
-    "MemoryPlan",
-    "PlannedJob",
-    "PlannedPass",
-    "PlannedRole",
-    "PlannedRollout",
-    "plan_memory",
-    "planned_job",
-]

@@ -1,4 +1,4 @@
-"""FLOPs of the passes of a training step, by layer and pipeline stage.
+"""FLOPs of the passes of a training step, for mean sequence lengths, and costs by cause.
 
 FLOPs of a layer come from :mod:`megarl.models.sequence_cost`, which also balances ranks: two per weight and token, plus
 those of half of all token pairs in causal attention. For a dense model with as many key-value heads as query heads,
@@ -13,9 +13,54 @@ from collections import defaultdict
 from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
+from megarl.base.errors import ConfigError
+from megarl.config import SupervisedConfig, TrainConfig
 from megarl.models import ModelConfig
 from megarl.models.sequence_cost import SequenceCost, head_cost, layer_cost
+from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedRole
+
+
+class Lengths(NamedTuple):
+    """Tokens of a prompt and of a response; a supervised job has sequences of ``response`` tokens, without prompts."""
+
+    prompt: float  # mean tokens of a prompt
+    response: float  # mean tokens of a response
+    longest: float  # tokens of the longest response of a step
+    origin: str  # where the numbers come from, in words
+
+    def describe(self) -> str:
+        """Describe the lengths in one line."""
+        if not self.prompt:
+            return f"sequences of {self.response:,.0f} tokens ({self.origin})"
+        return f"prompts of {self.prompt:,.0f} tokens, responses of {self.response:,.0f} ({self.origin})"
+
+
+def lengths_of(config: TrainConfig | SupervisedConfig, text: str | None = None) -> Lengths:
+    """Return mean lengths, at most those that the configuration allows.
+
+    Args:
+        text: ``PROMPT,RESPONSE``, or ``LENGTH`` for a supervised job; None = the longest allowed.
+
+    Raises:
+        ConfigError: the text is not of this form, or a length is not positive.
+    """
+    if isinstance(config, SupervisedConfig):
+        limits = [config.data.max_length]
+    else:
+        limits = [config.data.max_prompt_length, config.data.max_response_length]
+    means, origin = [float(limit) for limit in limits], "the longest allowed; change with --lengths"
+    if text is not None:
+        try:
+            means, origin = [float(part) for part in text.split(",")], "--lengths"
+        except ValueError:
+            means = []
+        if len(means) != len(limits) or not all(mean >= 1 for mean in means):
+            form = "one number" if len(limits) == 1 else "two numbers, mean tokens of prompts and responses,"
+            raise ConfigError(f"--lengths={text}: expected {form} of at least 1", code="plan.lengths")
+        means = [min(mean, float(limit)) for mean, limit in zip(means, limits, strict=True)]
+    return Lengths(means[0] if len(means) > 1 else 0.0, means[-1], float(limits[-1]), origin)
+
 
 BACKWARD = 2  # cost of a backward pass, in forward passes
 
@@ -143,3 +188,47 @@ def _costs(model: ModelConfig) -> list[SequenceCost]:
         if flag not in kinds:
             kinds[flag] = layer_cost(model, layer)
     return [kinds[flag] for flag in flags]
+
+
+class Cost(NamedTuple):
+    """Cost by cause."""
+
+    compute: float = 0.0  # matrix products and attention
+    memory: float = 0.0  # reading weights, optimizer steps, and the KV cache, where that takes longer than computing
+    parallel: float = 0.0  # collectives and sends between tensor, context, expert and pipeline parallel ranks
+    bubble: float = 0.0  # pipeline bubble
+    data: float = 0.0  # gradient reduction and weight gather between data-parallel ranks
+    host: float = 0.0  # copies of offloaded states
+    latency: float = 0.0  # latencies, independent of sizes
+    transfer: float = 0.0  # weight sync
+
+    @property
+    def total(self) -> float:
+        """Sum over all causes."""
+        return sum(self)
+
+    def plus(self, other: Cost) -> Cost:
+        """Return the sum of two costs, by cause."""
+        return Cost(*(a + b for a, b in zip(self, other, strict=True)))
+
+    def times(self, factor: float) -> Cost:
+        """Return the cost multiplied by a factor."""
+        return Cost(*(factor * value for value in self))
+
+
+class PhaseCost(NamedTuple):
+    """Cost of a phase over all samples of a training step."""
+
+    phase: str
+    cost: Cost  # cost by cause; seconds, if the hardware is calibrated
+    flops: float  # model FLOPs, over all devices
+    devices: int  # number of devices of the phase: those of its roles' pool
+
+    @classmethod
+    def of(cls, phase: str, at_peak: Cost, flops: float, devices: int, hardware: Hardware) -> PhaseCost:
+        """Return the cost of a phase from its cost at peak speeds."""
+        return cls(phase, at_peak.times(1 / hardware.efficiency(phase)), flops, devices)
+
+    def plus(self, other: PhaseCost) -> PhaseCost:
+        """Return the cost of two passes of this phase, one after the other."""
+        return self._replace(cost=self.cost.plus(other.cost), flops=self.flops + other.flops)

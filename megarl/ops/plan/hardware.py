@@ -189,10 +189,7 @@ def hardware_for(config: TrainConfig | SupervisedConfig, name: str | None = None
     """Return the hardware for which ``layout=auto`` plans.
 
     It is the named one; else this machine's, whose GPUs have the speeds of their kind's hardware file and their own
-    memory; else, for the GPUs of another machine, an H100 node.
-
-    Args:
-        name: a hardware file; None = ``trainer.hardware``.
+    memory; else, for the GPUs of another machine, an H100 node. A ``name`` replaces ``trainer.hardware``.
 
     Raises:
         ConfigError: there is no such hardware file.

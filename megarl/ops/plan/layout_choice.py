@@ -1,32 +1,35 @@
-"""Choice of a layout: the smallest model parallelism that fits, and the cheapest settings with it.
+"""``layout=auto``: the smallest layout that fits, and the cheapest settings with it, with reasons.
 
 Each role gets the smallest product of tensor, pipeline and context parallel sizes with which the job fits the devices.
 Of equal products tensor parallelism, which stays in a node, comes first, then pipeline stages. Experts are spread over
 the devices of a node, over more nodes only if that is not enough. Offloading, recomputation, token budgets and the
-engine's size are those with the lowest cost of a step (:mod:`megarl.ops.plan.pass_costs`). Values set by hand stay.
+engine's size are those with the lowest cost of a step (:mod:`megarl.ops.plan.step_costs`). Values set by hand stay.
 """
 
 from __future__ import annotations
 
-from collections.abc import Collection, Iterable, Iterator, Mapping
-from dataclasses import replace
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import asdict, replace
 from itertools import product
 from operator import attrgetter
+from pathlib import Path
 from typing import Any, NamedTuple
 
+import yaml
+
+from megarl.base.checkpoint_files import POINTER
 from megarl.base.errors import ConfigError, MegarlError
-from megarl.base.formatting import GIB
+from megarl.base.formatting import GIB, table_lines
 from megarl.config import MegatronConfig, SupervisedConfig, TrainConfig
-from megarl.config.keys import value_at
+from megarl.config.keys import leaves, value_at
+from megarl.config.problems import format_value
 from megarl.config.schema.jobs import ACTOR, CRITIC, REWARD_MODEL, ROLLOUT
 from megarl.models import ModelConfig
-from megarl.ops.plan.estimate import Estimate, Shortfall, changed, estimate, shortfalls, usable_bytes
-from megarl.ops.plan.hardware import Hardware
-from megarl.ops.plan.job import PlannedJob, PlannedRole
-from megarl.ops.plan.job_from_config import planned_job
-from megarl.ops.plan.lengths import lengths_of
-from megarl.ops.plan.memory import plan_memory
-from megarl.ops.plan.search import (
+from megarl.ops.plan.estimate import Estimate, Shortfall, changed, estimate, lacking, overrides_of, usable_bytes
+from megarl.ops.plan.flops import lengths_of
+from megarl.ops.plan.hardware import Hardware, hardware_for
+from megarl.ops.plan.job import PlannedJob, PlannedRole, planned_job
+from megarl.ops.plan.layouts import (
     CP,
     EP,
     PP,
@@ -38,14 +41,14 @@ from megarl.ops.plan.search import (
     least_bytes,
     longest_sequence,
 )
+from megarl.trainer.jobs.hub_files import with_hub_configs
 from megarl.workers.settings import check_role
 
 Config = TrainConfig | SupervisedConfig
 Changes = Mapping[str, Any]
 
 _CHEAPEST = "lowest cost of those that fit"
-_BUDGETED = (ACTOR, CRITIC, REWARD_MODEL)  # sections with a token budget
-RECOMPUTE, CHUNKS = "recompute_granularity", "virtual_pipeline_model_parallel_size"
+RECOMPUTE = "recompute_granularity"
 _SIZES = (TP, PP, CP, EP, "expert_tensor_parallel_size", "data_parallel_size", *STAGES)
 _DERIVED = ("replicas", "log_prob_max_token_len_per_gpu")  # keys that follow the sizes unless they are set by hand
 _OFFLOADS: tuple[tuple[str, ...], ...] = ((), ("grad", "optimizer"), ("grad", "optimizer", "param"))
@@ -99,7 +102,6 @@ class _Attempt(NamedTuple):
 
     @property
     def missing(self) -> float:
-        """Bytes that the fullest phase lacks."""
         return self.shortfalls[0].missing
 
 
@@ -151,7 +153,6 @@ class _Choice:
         names = {*_SIZES, *_DERIVED}
         paths = sorted(path for path in fixed if path.rpartition(".")[2] in names)
         self._fixed_sizes = {path: value_at(config, path) for path in paths}
-        self._supervised = isinstance(config, SupervisedConfig)
         rows = config.sequences_per_row if isinstance(config, SupervisedConfig) else 1
         self._longest = longest_sequence(config) * rows
         self.roles: list[PlannedRole] = []
@@ -183,8 +184,6 @@ class _Choice:
             sizes = {path.rpartition(".")[2]: value for path, value in changes.items()}
             experts, replica = sizes.get(EP, 1), sizes[TP] * sizes[PP] * sizes[CP]
             nodes = max(1, experts // per_node)
-            if sizes.get(CHUNKS) and CHUNKS not in fixed:
-                continue
             megatron = replace(role.megatron, **{"data_parallel_size": devices // replica, **sizes})
             if not _is_valid(role.model, megatron, role.path):
                 continue
@@ -218,22 +217,16 @@ class _Choice:
 
     def budgets(self, tokens: int) -> dict[str, int]:
         """Return the keys of the token budgets that are read, with one value."""
-        if self._supervised:
-            keys = {"data.max_token_len_per_gpu": "data.micro_batch_size_per_gpu"}
-        else:
-            keys = {f"{role}.max_token_len_per_gpu": f"{role}.micro_batch_size_per_gpu" for role in _BUDGETED}
+        sections = ["data"]
+        if isinstance(self.config, TrainConfig):
+            used = {ACTOR: True, CRITIC: self.config.uses_critic, REWARD_MODEL: self.config.reward.model.enable}
+            sections = [section for section, is_used in used.items() if is_used]
+        keys = {f"{name}.max_token_len_per_gpu": f"{name}.micro_batch_size_per_gpu" for name in sections}
         return {
             key: tokens
             for key, samples in keys.items()
-            if key not in self.fixed and value_at(self.config, samples) is None and self._is_used(key)
+            if key not in self.fixed and value_at(self.config, samples) is None
         }
-
-    def _is_used(self, key: str) -> bool:
-        config = self.config
-        if not isinstance(config, TrainConfig):
-            return True
-        used = {CRITIC: config.uses_critic, REWARD_MODEL: config.reward.model.enable}
-        return used.get(key.rpartition(".")[0], True)
 
     def _changes(self, sizes: Changes, settings: _Settings) -> dict[str, Any]:
         """Return all chosen values, without those set by hand."""
@@ -248,11 +241,7 @@ class _Choice:
         return {key: value for key, value in result.items() if key not in self.fixed}
 
     def _shortfalls(self, changes: Changes) -> list[Shortfall]:
-        """Return what a job lacks with these values.
-
-        Raises:
-            MegarlError: they are invalid.
-        """
+        """Return what a job lacks with these values; raises if they are invalid."""
         job = self._job(changes)
         hardware = replace(self.hardware, memory_gib=(1 - self._reserve) * self.hardware.memory_gib)
         usable = usable_bytes(job, hardware)
@@ -261,12 +250,13 @@ class _Choice:
                 update = next(planned.phase for planned in role.passes if planned.updates)
                 text = f"{update} needs at least {least / GIB:.1f} GiB of a device's {usable / GIB:.1f} usable"
                 return [Shortfall(update, least, usable, (), text)]
-        return shortfalls(job, plan_memory(job, int(usable), hardware.devices_per_node), hardware)
+        return lacking(job, hardware)
 
     def smallest_sizes(self) -> Changes:
         """Return the first sizes of all roles with which some settings fit.
 
-        The role whose phase lacks memory gets its next candidate, until nothing is missing.
+        The roles that compute in the phase that lacks most, else the actor, get their next candidates, until nothing is
+        missing. An invalid combination blames the role whose section the error names, or the first.
         """
         at = dict.fromkeys(self.candidates, 0)
         closest: _Attempt | None = None
@@ -274,16 +264,17 @@ class _Choice:
         while all(at[name] < len(candidates) for name, candidates in self.candidates.items()):
             sizes = {key: value for name in at for key, value in self.candidates[name][at[name]].items()}
             try:
-                lacking = self._lacking(sizes)
+                short = self._lacking(sizes)
             except MegarlError as error:
                 invalid = invalid or error
-                at[self._blamed(str(error))] += 1
+                named = [role.name for role in self.roles if role.path in str(error) or role.section in str(error)]
+                at[(named or [self.roles[0].name])[0]] += 1
                 continue
-            if not lacking:
+            if not short:
                 return sizes
-            for name in self._growing(lacking):
-                path = next(role.path for role in self.roles if role.name == name)
-                attempt = _Attempt(_label(sizes, path), lacking)
+            computing = [role for role in self.roles if role.pass_of(short[0].phase) is not None]
+            for role in computing or self.roles[:1]:
+                name, attempt = role.name, _Attempt(_label(sizes, role.path), short)
                 self.rejected[name] = min(attempt, self.rejected.get(name, attempt), key=attrgetter("missing"))
                 closest = min(attempt, closest or attempt, key=attrgetter("missing"))
                 at[name] += 1
@@ -296,23 +287,12 @@ class _Choice:
         """Return what is missing with the settings that take the least memory; empty if some settings fit."""
         budget = self.shortest_budget(sizes)
         smallest = _Settings(self.engines[0], _OFFLOADS[-1], _RECOMPUTATIONS[-1], budget)
-        lacking = self._shortfalls(self._changes(sizes, smallest))
-        if {shortfall.phase for shortfall in lacking} == {"host"}:
+        short = self._shortfalls(self._changes(sizes, smallest))
+        if {shortfall.phase for shortfall in short} == {"host"}:
             for offload in _OFFLOADS[:-1]:
                 if not self._shortfalls(self._changes(sizes, smallest._replace(offload=offload))):
                     return ()
-        return tuple(sorted(lacking, key=lambda shortfall: -shortfall.missing))
-
-    def _growing(self, lacking: Iterable[Shortfall]) -> set[str]:
-        """Return the roles that compute in the phase that lacks most; the actor if none does."""
-        phase = next(iter(lacking)).phase
-        working = {role.name for role in self.roles if role.pass_of(phase) is not None}
-        return working or {self.roles[0].name}
-
-    def _blamed(self, text: str) -> str:
-        """Return the role whose section an error names; the first role if none is named."""
-        named = [role.name for role in self.roles if role.path in text or role.section in text]
-        return (named or [self.roles[0].name])[0]
+        return tuple(sorted(short, key=lambda shortfall: -shortfall.missing))
 
     def cheapest_settings(self, sizes: Changes) -> _Settings:
         """Return the settings with the lowest cost of a step: engine and offloading first, then the token budget."""
@@ -366,7 +346,10 @@ class _Choice:
         role = next((role for role in self.roles if role.path == section), None)
         if role is None:
             return _CHEAPEST
-        return self._size_reason(role, name, changes[key]) if name in _SIZES else self._memory_reason(changes, key)
+        if name in _SIZES:
+            return self._size_reason(role, name, changes[key])
+        without = self._shortfalls({**changes, key: None if key.endswith(RECOMPUTE) else False})
+        return f"without: {without[0].text}" if without else _CHEAPEST
 
     def _size_reason(self, role: PlannedRole, name: str, value: Any) -> str:
         if name in (EP, "expert_tensor_parallel_size"):
@@ -377,11 +360,6 @@ class _Choice:
         if attempt and value == 1:
             return "not needed"
         return f"{attempt.label}: {attempt.shortfalls[0].text}" if attempt else "the smallest size fits"
-
-    def _memory_reason(self, changes: Changes, key: str) -> str:
-        """Explain an offloaded state or a recomputation by what the job lacks without it."""
-        lacking = self._shortfalls({**changes, key: None if key.endswith(RECOMPUTE) else False})
-        return f"without: {lacking[0].text}" if lacking else _CHEAPEST
 
     def _nothing_fits(self, closest: _Attempt) -> NothingFitsError:
         pools, shortfall = self.config.trainer, closest.shortfalls[0]
@@ -409,7 +387,101 @@ def _is_valid(model: ModelConfig, megatron: MegatronConfig, path: str) -> bool:
 
 
 def _label(sizes: Changes, path: str) -> str:
-    """Return the sizes of a role in short, such as ``TP4 PP2``."""
     values = {"TP": sizes[f"{path}.{TP}"], "PP": sizes[f"{path}.{PP}"]}
     values |= {"CP": sizes[f"{path}.{CP}"], "EP": sizes.get(f"{path}.{EP}", 1)}
     return " ".join(f"{name}{value}" for name, value in values.items() if value > 1 or name in ("TP", "PP"))
+
+
+Build = Callable[[Mapping[str, Any]], Config]  # makes the unchecked configuration of the job with changed values
+
+_DEVICES = "trainer.n_gpus_per_node"
+
+
+def automatic_layout(build: Build, fixed: frozenset[str], hardware_name: str | None = None) -> AutomaticLayout:
+    """Choose the layout of a run.
+
+    Args:
+        fixed: keys set by hand, whose values stay.
+        hardware_name: hardware file to plan for; None = ``trainer.hardware``, or the devices found.
+
+    Raises:
+        ConfigError: nothing fits; the message names the smallest excess and what helps.
+        ModelError: a model's ``config.json`` is invalid.
+    """
+    config = build({})
+    hardware = hardware_for(config, hardware_name)
+    found: list[ChosenKey] = []
+    if _DEVICES not in fixed:
+        count, reason = hardware.devices_per_node, f"devices of a node of {hardware.name}"
+        found = [ChosenKey(_DEVICES, *((1, "one process on a CPU") if hardware.device == "cpu" else (count, reason)))]
+    changes = {chosen.key: chosen.value for chosen in found}
+    stored = _stored_layout(build(changes), fixed)
+    fixed = fixed | changes.keys() | stored.keys()
+    found += [
+        ChosenKey(key, value, "as in the checkpoint") for key, value in stored.items() if value_at(config, key) != value
+    ]
+    changes |= stored
+
+    def config_with(extra: Mapping[str, Any]) -> Config:
+        config = build({**changes, **extra})
+        return config if hardware.device == "cpu" else with_hub_configs(config)
+
+    try:
+        chosen = choose_layout(config_with({}), fixed, hardware)
+    except NothingFitsError as error:
+        helps = list(_remedies(config_with, fixed, hardware))
+        advice = f"It fits with: {'; '.join(helps)}" if helps else "Use more devices, or a smaller model"
+        raise ConfigError(f"{error.text}. {advice}", code=error.code) from error
+    return chosen._replace(keys=(*found, *chosen.keys))
+
+
+def _stored_layout(config: Config, fixed: frozenset[str]) -> dict[str, Any]:
+    """Return the automatic layout of the checkpoint from which the run continues on the same number of devices."""
+    trainer = config.trainer
+    folder = Path(str(trainer.resume_from_path))
+    if trainer.resume_mode != "resume_path":
+        root = Path(str(trainer.default_local_dir))
+        step = (root / POINTER).read_text(encoding="ascii").strip() if (root / POINTER).is_file() else ""
+        folder = root / f"global_step_{step}"
+    file = folder / "config.yaml"
+    if trainer.resume_mode == "disable" or not file.is_file():
+        return {}
+    stored = dict(leaves(yaml.safe_load(file.read_text(encoding="utf-8"))))
+    devices = {f"trainer.{key}": getattr(trainer, key) for key in ("nnodes", "n_gpus_per_node")}
+    if stored.get("layout") != "auto" or any(stored.get(key) != value for key, value in devices.items()):
+        return {}
+    own = dict(leaves(asdict(config)))
+    return {key: value for key, value in stored.items() if is_layout_key(key) and key in own and key not in fixed}
+
+
+def _remedies(build: Build, fixed: frozenset[str], hardware: Hardware) -> Iterator[str]:
+    """Yield changes of the job with which a layout fits, each confirmed."""
+    config = build({})
+    nodes, supervised = config.trainer.nnodes, isinstance(config, SupervisedConfig)
+    model = "model" if supervised else "actor_rollout_ref.model"
+    length = "data.max_length" if supervised else "data.max_response_length"
+    tokens = config.data.max_length if isinstance(config, SupervisedConfig) else config.data.max_response_length
+    groups = (
+        [{"trainer.nnodes": factor * nodes} for factor in (2, 4, 8, 16)],
+        [{f"{model}.lora_rank": 32}],
+        [{length: tokens // factor} for factor in (2, 4, 8)],
+    )
+    for group in groups:
+        for changes in group:
+            if fits(build(changes), fixed, hardware):
+                yield " ".join(overrides_of(changes))
+                break
+    saving = [key for key in fixed if key.endswith(("_offload", ".recompute_granularity"))]
+    if saving and fits(config, fixed.difference(saving), hardware):
+        yield f"{', '.join(sorted(saving))} left to the planner"
+
+
+def layout_lines(layout: AutomaticLayout) -> list[str]:
+    """Describe a layout: a table of keys, values and reasons, and the memory of a device in each phase."""
+    rows = [(f"{chosen.key}={format_value(chosen.value)}", chosen.reason) for chosen in layout.keys]
+    lines = ["layout=auto chose:", *table_lines(rows, indent="  ")] if rows else ["layout=auto: nothing to choose"]
+    if (plan := layout.plan) is not None:
+        usable = plan.usable_bytes / GIB
+        phases = ", ".join(f"{phase.phase} {phase.nbytes / GIB:.1f}" for phase in plan.memory.phases)
+        lines.append(f"  GiB per device, of {usable:.1f} usable: {phases}; host {plan.memory.host_bytes / GIB:.0f} GiB")
+    return lines

@@ -9,8 +9,8 @@ from typing import NamedTuple
 
 from megarl.config import TrainConfig
 from megarl.config.schema.jobs import ACTOR, ROLLOUT
+from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.job import PlannedJob, PlannedRole, PlannedRollout
-from megarl.ops.plan.kv_cache import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass_activations
 from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes
 from megarl.workers.settings import needed_store_bytes
@@ -87,11 +87,6 @@ class MemoryPlan:
     phases: tuple[PhaseMemory, ...]  # the fullest device of each phase, in the order of a training step
     host: tuple[Component, ...]  # of the fullest node, the largest first; on a CPU without device bytes
     kv: KVCacheCapacity | None  # KV cache of one rollout replica; None without a rollout or with an external one
-
-    @property
-    def peak(self) -> PhaseMemory:
-        """The phase with the highest device memory."""
-        return max(self.phases, key=lambda phase: phase.nbytes)
 
     @property
     def host_bytes(self) -> int:
@@ -301,7 +296,9 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> t
                     totals[role.name, "proximal copy"] += _in_chunks(states.weights)
                 if (role.holds_reference or role.holds_proximal) and not role.megatron.param_offload:
                     totals[role.name, "swapped weights"] += _in_chunks(states.weights)
-                if role.saves_in_background and (copied := _copied_for_save(role, states)):
+                weights, optimizer = _share_of_save(role, states)  # a background save copies what is on the device
+                copied = weights * (not role.megatron.param_offload) + optimizer * (not role.megatron.optimizer_offload)
+                if role.saves_in_background and copied:
                     totals[role.name, "checkpoint copy"] += _in_chunks(copied)
         parts = [Component(owner, name, size) for (owner, name), size in totals.items()]
         nodes.append(tuple(sorted(parts, key=lambda part: -part.nbytes)))
@@ -328,12 +325,5 @@ def _share_of_save(role: PlannedRole, states: RankStates) -> tuple[int, int]:
     return (states.weights - states.frozen) // replicas, optimizer
 
 
-def _copied_for_save(role: PlannedRole, states: RankStates) -> int:
-    """Return the bytes that a background save copies on a rank: its share of states on the device."""
-    weights, optimizer = _share_of_save(role, states)
-    return weights * (not role.megatron.param_offload) + optimizer * (not role.megatron.optimizer_offload)
-
-
 def _in_chunks(size: int) -> int:
-    """Return the host memory allocated for a number of offloaded bytes."""
     return -(-size // HOST_CHUNK) * HOST_CHUNK

@@ -1,4 +1,4 @@
-"""Reports of a plan or a layout search: rich tables on a terminal, plain text elsewhere, and JSON."""
+"""Report of a plan: rich tables on a terminal, plain text elsewhere, and JSON."""
 
 from __future__ import annotations
 
@@ -16,12 +16,10 @@ from rich.text import Text
 from megarl.base.formatting import GIB, count_noun, gib, gigabytes, metric_count, rough, table_lines
 from megarl.config.batch import render_plan
 from megarl.config.schema.jobs import POOL_OWNERS
-from megarl.ops.plan.estimate import HOST_SHARE, Estimate, overrides_of
-from megarl.ops.plan.memory import Component, RoleMemory
-from megarl.ops.plan.pass_costs import Cost
-from megarl.ops.plan.search import Changes, SearchResult
-from megarl.ops.plan.step_costs import StepCost
-from megarl.ops.plan.sync_traffic import SyncTraffic
+from megarl.ops.plan.estimate import HOST_SHARE, Changes, Estimate, overrides_of
+from megarl.ops.plan.flops import Cost
+from megarl.ops.plan.memory import Component
+from megarl.ops.plan.step_costs import StepCost, SyncTraffic
 
 CAUSES = {
     "compute": "matrix products",
@@ -163,7 +161,7 @@ def shortfall_lines(plan: Estimate, suggestion: Changes | None) -> list[str]:
     parts = (", ".join(f"{c.owner} {c.name} {gib(c.nbytes)}" for c in s.largest) for s in plan.shortfalls)
     lines = [s.text + (f": {text}" if text else "") for s, text in zip(plan.shortfalls, parts, strict=True)]
     if suggestion is None:
-        lines.append("no known change makes it fit; try --search, other --hardware, or more nodes")
+        lines.append("no known change makes it fit; try layout=auto, other --hardware, or more nodes")
         rollout = plan.job.rollout
         if rollout is not None and plan.job.device == "cuda" and rollout.tp == plan.job.devices_per_node:
             lines.append(
@@ -174,40 +172,6 @@ def shortfall_lines(plan: Estimate, suggestion: Changes | None) -> list[str]:
         changes = "this change" if len(suggestion) == 1 else "these changes, all of them needed"
         lines.append(f"it would fit with {changes}: {' '.join(overrides_of(suggestion))}")
     return lines
-
-
-def search_sections(result: SearchResult, hardware_name: str) -> list[ReportSection]:
-    """Return the report of a layout search."""
-    lines = [
-        f"{result.evaluated:,} layouts of single roles compared, {result.planned:,} combinations planned on "
-        f"{hardware_name}"
-    ]
-    if not result.best:
-        return [ReportSection("Search", [*lines, "none fits: offload more, recompute, or use more nodes"])]
-    rows = [_candidate_row(number, result) for number in range(len(result.best))]
-    if not result.best[0].estimate.step.is_calibrated:
-        head = ["", "cost", "fullest", "layouts"]
-        lines.append("cost of a step, relative to the first layout; no run has calibrated this hardware (--calibrate)")
-    else:
-        head = ["", "tok/s/device", "step s", "MFU", "fullest", "layouts"]
-    chosen = [
-        f"{number}: {' '.join(candidate.overrides()) or '(as configured)'}"
-        for number, candidate in enumerate(result.best, 1)
-    ]
-    return [ReportSection("Search", lines, head, rows), ReportSection("Overrides", chosen)]
-
-
-def _candidate_row(number: int, result: SearchResult) -> list[str]:
-    plan, first = result.best[number].estimate, result.best[0].estimate.step
-    step = plan.step
-    layouts = [f"{role.name} {role.layout.describe()}" for role in plan.job.roles if role.trains]
-    layouts += [f"rollout TP{plan.job.rollout.tp}"] if plan.job.rollout else []
-    full = [role.name for role in plan.job.roles if role.trains and role.megatron.recompute_granularity == "full"]
-    layouts += [f"recompute {' and '.join(full)}"] if full else []
-    speeds = [f"{step.total / first.total:.2f}"]
-    if step.is_calibrated:
-        speeds = [rough(step.throughput), rough(step.total), f"{step.mfu:.0%}"]
-    return [str(number + 1), *speeds, f"{plan.memory.peak.nbytes / plan.usable_bytes:.0%}", ", ".join(layouts)]
 
 
 def print_report(sections: Sequence[ReportSection], console: Console) -> None:
@@ -255,7 +219,14 @@ def plan_json(plan: Estimate, suggestion: Changes | None) -> str:
         "lengths": plan.lengths._asdict(),
         "usable_bytes": plan.usable_bytes,
         "usable_host_bytes": HOST_SHARE * plan.hardware.host_bytes,
-        "roles": {name: _role_values(memory) for name, memory in plan.memory.roles.items()},
+        "roles": {
+            name: {
+                "layout": memory.role.layout._asdict(),
+                "parameters_per_rank": memory.largest.states.parameters,
+                **{part: getattr(memory.largest.states, part) for part in ("weights", "gradients", "optimizer")},
+            }
+            for name, memory in plan.memory.roles.items()
+        },
         "memory": {phase.phase: _memory_values(phase.components) for phase in plan.memory.phases},
         "host_memory": _memory_values(plan.memory.host),
         "kv_cache": plan.memory.kv._asdict() if plan.memory.kv else None,
@@ -274,39 +245,8 @@ def _step_values(step: StepCost) -> dict[str, Any]:
         phases[phase.phase] = {"flops": phase.flops, "shares_of_cost": shares}
         if step.is_calibrated:
             phases[phase.phase] |= {"seconds": phase.cost.total, "mfu": step.mfu_of(phase)}
-    return {"phases": phases, **_speeds(step)}
-
-
-def _speeds(step: StepCost) -> dict[str, float]:
-    """Return the predicted speeds of a step; empty without a calibration."""
-    if not step.is_calibrated:
-        return {}
-    return {"seconds": step.total, "tokens_per_second_per_device": step.throughput, "mfu": step.mfu}
-
-
-def search_json(result: SearchResult) -> str:
-    """Return the result of a layout search as JSON."""
-    best = [
-        {
-            "overrides": candidate.overrides(),
-            "relative_cost": candidate.estimate.step.total / result.best[0].estimate.step.total,
-            "peak_bytes": candidate.estimate.memory.peak.nbytes,
-            **_speeds(candidate.estimate.step),
-        }
-        for candidate in result.best
-    ]
-    return json.dumps({"evaluated": result.evaluated, "planned": result.planned, "best": best}, indent=2)
-
-
-def _role_values(memory: RoleMemory) -> dict[str, Any]:
-    states = memory.largest.states
-    return {
-        "layout": memory.role.layout._asdict(),
-        "parameters_per_rank": states.parameters,
-        "weights": states.weights,
-        "gradients": states.gradients,
-        "optimizer": states.optimizer,
-    }
+    speeds = {"seconds": step.total, "tokens_per_second_per_device": step.throughput, "mfu": step.mfu}
+    return {"phases": phases, **(speeds if step.is_calibrated else {})}
 
 
 def _memory_values(parts: Sequence[Component]) -> dict[str, Any]:

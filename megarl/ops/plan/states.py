@@ -35,7 +35,6 @@ class RankStates:
     gradients: int = 0  # gradient buffers
     main_weights: int = 0  # the optimizer's float32 copies of its share of the weights
     moments: int = 0  # Adam's running means
-    largest_bucket: int = 0  # largest gradient bucket that data-parallel ranks reduce at a time
     frozen: int = 0  # bytes of the weights under adapters, which checkpoints do not contain
 
     @property
@@ -110,18 +109,16 @@ class StateCounter:
         if not self.role.trains:
             return RankStates(sum(numbers), (sum(numbers) - exact) * width + exact * FLOAT32)
         distributed = self.role.megatron.use_distributed_optimizer
-        numel = share = largest = 0
+        numel = share = 0
         for buffer, among, ranks in self._buffers(params, rank):
             numel += buffer.numel
             share += buffer.share(among, ranks) if distributed else buffer.numel
-            largest = max(largest, *(stop - start for start, stop in buffer.buckets))
         return RankStates(
             parameters=sum(numbers),
             weights=numel * width + exact * FLOAT32 + frozen,
             gradients=numel * FLOAT32,
             main_weights=0 if width == FLOAT32 else share * FLOAT32,
             moments=MOMENTS * share * FLOAT32,
-            largest_bucket=largest * FLOAT32,
             frozen=frozen,
         )
 
@@ -131,10 +128,11 @@ class StateCounter:
         coordinate, expert_coordinate = layout.coordinate(rank), layout.expert_coordinate(rank)
         dense_place = (coordinate.dp * layout.cp + coordinate.cp, layout.dp * layout.cp)
         expert_place = (expert_coordinate.edp, layout.expert_dp)
+        apart = layout.ep > 1 or layout.expert_tp != layout.tp  # experts' gradients are reduced over their own replicas
         for chunk, chunk_params in enumerate(_by_chunk(params, layout, self.role.model, coordinate.pp)):
             trained = [param for param in chunk_params if not self._is_float32(param)]
             for is_expert in (False, True):
-                members = [param for param in trained if self._counts_as_expert(param) is is_expert]
+                members = [param for param in trained if (apart and ".mlp.experts." in param.name) is is_expert]
                 if members:
                     index, ranks = expert_place if is_expert else dense_place
                     bucketed = coordinate.pp == 0 and chunk == 0
@@ -174,11 +172,6 @@ class StateCounter:
         """Whether a parameter is one of the two copies of a tied embedding, on the first or last stage."""
         tied = self.role.model.tie_word_embeddings and not self.role.value_head and self.role.layout.pp > 1
         return tied and param.name in ("embedding.word_embeddings.weight", "output_layer.weight")
-
-    def _counts_as_expert(self, param: LocalParam) -> bool:
-        """Whether the gradient is reduced over expert replicas, because experts are divided differently from layers."""
-        layout = self.role.layout
-        return ".mlp.experts." in param.name and (layout.ep > 1 or layout.expert_tp != layout.tp)
 
     def _is_float32(self, param: LocalParam) -> bool:
         return any(self._map.is_float32(piece.hf_name) for piece in param.pieces)

@@ -23,11 +23,9 @@ def report_run(folder: Path | str, output: Path | str | None = None) -> Path:
 
 
 def compare_runs(folders: Sequence[Path | str], output: Path | str | None = None) -> Path:
-    """Write one page that compares runs; a single run gets its report.
+    """Write one page that compares the runs in or below folders; a single run gets its report.
 
-    Args:
-        folders: folders of runs, or of sweeps and experiments with runs below them.
-        output: the HTML file; None = ``comparison.html`` in the first folder.
+    The page is ``comparison.html`` in the first folder unless ``output`` names another.
 
     Raises:
         NoRunError: a folder does not exist, or contains no run.

@@ -199,7 +199,7 @@ class MetricRule:
     reason: str  # reason of the threshold
     above: float = math.inf  # the rule applies above this value
     below: float = -math.inf  # the rule applies below this value
-    of_start: bool = False  # compare the share of the start in place of the value
+    of_start: bool = False  # compare the share of the start (mean of the first tenth, at most five values)
     over_half: bool = False  # take the median over the second half of the run, for metrics that vary from step to step
     fewest: int = 1  # steps with the metric before the rule applies
     after_critic_warmup: bool = False  # ignore the steps that update only the critic
@@ -216,7 +216,8 @@ class MetricRule:
             return None
         value = statistics.median(values[len(values) // 2 :]) if self.over_half else recent_mean(values)
         assert value is not None
-        begin = start_mean(values)
+        first = values[: min(5, max(1, len(values) // 10))]
+        begin = sum(first) / len(first)
         share = value / begin if begin > 0 else math.nan
         compared = share if self.of_start else value
         return self.text.format(value=value, share=share) if compared > self.above or compared < self.below else None
@@ -309,18 +310,18 @@ RULES = (
         "idle engines", "fully_async/rollouter/idle_ratio",
         "The engines are idle {value:.0%} of the time (median): the trainer limits the run.",
         "Assign fewer devices to the engines (rollout.nnodes, rollout.n_gpus_per_node), or raise "
-        "async_training.max_staleness; megarl plan compares the splits.",
+        "async_training.max_staleness.",
         above=0.2, over_half=True, fewest=4,
     ),
     MetricRule(
         "idle trainer", "fully_async/trainer/idle_ratio",
         "The trainer waits for samples {value:.0%} of the time (median): the engines limit the run.",
         "Assign more devices to the engines (rollout.nnodes, rollout.n_gpus_per_node), or raise "
-        "async_training.max_staleness; megarl plan compares the splits.",
+        "async_training.max_staleness.",
         above=0.2, over_half=True, fewest=4,
     ),
 )  # fmt: skip
-"""Thresholds on single metrics; :mod:`megarl.ops.report.findings` has the checks that need several."""
+"""Thresholds on single metrics."""
 
 
 def finite_values(rows: Rows, name: str) -> list[float]:
@@ -332,9 +333,3 @@ def recent_mean(values: Sequence[float]) -> float | None:
     """Return the mean of the last tenth of the values, at least five; None without values."""
     last = values[-max(5, len(values) // 10) :]
     return sum(last) / len(last) if last else None
-
-
-def start_mean(values: Sequence[float]) -> float:
-    """Return the mean of the first tenth of the values: at least one, at most five."""
-    first = values[: min(5, max(1, len(values) // 10))]
-    return sum(first) / len(first)

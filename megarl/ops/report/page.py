@@ -22,8 +22,7 @@ from typing import Any
 from megarl.base.atomic_write import atomic_write
 from megarl.base.formatting import duration
 from megarl.base.packages import require_package
-from megarl.ops.report.balance import balance_maps
-from megarl.ops.report.charts import chart_groups, metric_curves, training_seconds
+from megarl.ops.report.charts import balance_maps, chart_groups, metric_curves, training_seconds
 from megarl.ops.report.findings import failure_counts, final_metrics, run_findings, run_verdict
 from megarl.ops.report.rollouts import ReportRollouts, read_rollouts, rollout_columns, token_columns
 from megarl.ops.report.run_files import RunRecord, cli_text, config_rows, environment_rows, run_description
@@ -62,7 +61,6 @@ def summary_cards(run: RunRecord) -> list[dict[str, str]]:
     numbers, cards = final_metrics(run), []
 
     def add(label: str, value: str, note: str = "", tone: str = "") -> None:
-        """Add a card."""
         cards.append({"label": label, "value": value, "note": note, "tone": tone})
 
     def change(label: str, first: float, last: float) -> None:
@@ -199,7 +197,13 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
     """Return unique names of runs: the settings that differ between them, experiment names, or folder names."""
     if len(runs) == 1:
         return [runs[0].name]
-    differing = _setting_names(_distinguishing(_differing_settings(runs)), len(runs))
+    values = _distinguishing(_differing_settings(runs))
+    settings: list[list[str]] = [[] for _ in runs]
+    for key, short in _short_keys(list(values)).items():
+        for own, value in zip(settings, _short_values(values[key]), strict=True):
+            if value is not None:
+                own.append(value if key == _CONFIG else f"{short}={value}")
+    differing = [" ".join(own) for own in settings]
     for names in (differing, [run.name for run in runs], [run.folder.name for run in runs]):
         if all(names) and len(set(names)) == len(names):
             return list(names)
@@ -208,18 +212,14 @@ def run_names(runs: Sequence[RunRecord]) -> list[str]:
 
 def _differing_settings(runs: Sequence[RunRecord]) -> Values:
     """Values by run of the configuration's name and of the overridden keys, if they differ; None = unknown."""
-    overrides = [dict(_key_and_value(str(text)) for text in run.facts.get("overrides", ())) for run in runs]
+    parts = [[str(text).partition("=") for text in run.facts.get("overrides", ())] for run in runs]
+    overrides = [{key.lstrip("+~"): value.strip("'\"") for key, _, value in of_run} for of_run in parts]
     values: Values = {_CONFIG: [run.facts.get("config_name") for run in runs]}
     for key in dict.fromkeys(key for of_run in overrides for key in of_run):
         if key not in _NOT_LEARNED_FROM:
             stored = [None if (value := run.setting(key)) is None else cli_text(value) for run in runs]
             values[key] = [of_run.get(key, value) for of_run, value in zip(overrides, stored, strict=True)]
     return {key: of_runs for key, of_runs in values.items() if len(set(of_runs)) > 1}
-
-
-def _key_and_value(override: str) -> tuple[str, str]:
-    key, _, value = override.partition("=")
-    return key.lstrip("+~"), value.strip("'\"")
 
 
 def _distinguishing(values: Values) -> Values:
@@ -238,15 +238,6 @@ def _distinguishing(values: Values) -> Values:
             break
         chosen.append(best)
     return {key: values[key] for key in values if key in chosen}
-
-
-def _setting_names(values: Values, count: int) -> list[str]:
-    names: list[list[str]] = [[] for _ in range(count)]
-    for key, short in _short_keys(list(values)).items():
-        for name, value in zip(names, _short_values(values[key]), strict=True):
-            if value is not None:
-                name.append(value if key == _CONFIG else f"{short}={value}")
-    return [" ".join(name) for name in names]
 
 
 def _short_keys(keys: Sequence[str]) -> dict[str, str]:

@@ -60,10 +60,7 @@ def _gap(characters: int) -> str:
 def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_ROWS) -> ReportRollouts:
     """Read samples of all runs and steps; if there are too many, the same number per step, evenly spaced.
 
-    Incomplete lines of a killed process are skipped.
-
-    Args:
-        budget: approximate limit of the compressed size, in bytes.
+    Incomplete lines of a killed process are skipped. The budget limits the compressed size, in bytes, roughly.
     """
     files: list[list[tuple[Row, int, bool]]] = []
     total = 0
@@ -86,11 +83,9 @@ def _within(files: Sequence[Sequence[tuple[Row, int, bool]]], budget: int, max_r
     """Select as many rows per file as fit; if not even one, then of as many files as fit."""
 
     def chosen(count: int) -> list[tuple[Row, int, bool]]:
-        """Select ``count`` rows of each file."""
         return [row for rows in files for row in select_evenly(rows, count)]
 
     def fits(rows: Sequence[tuple[Row, int, bool]]) -> bool:
-        """Whether the rows are within both limits."""
         return len(rows) <= max_rows and sum(size for _, size, _ in rows) <= budget
 
     low, high = 0, max(map(len, files), default=0)

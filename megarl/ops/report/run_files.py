@@ -148,7 +148,7 @@ def config_rows(runs: Sequence[RunRecord]) -> list[dict[str, Any]]:
 
     Returns:
         ``key``; ``values`` by run (None = the run lacks the key); if known, the schema's ``default`` and the
-        ``origins`` of the values (:class:`megarl.config.changed_keys.ChangedKey`).
+        ``origins`` of the values (:class:`megarl.config.build.ChangedKey`).
     """
     flat = [{key: cli_text(value) for key, value in leaves(run.config)} for run in runs]
     changed = [{change["key"]: change for change in run.facts.get("differences", ())} for run in runs]
@@ -204,7 +204,6 @@ def run_description(run: RunRecord) -> list[tuple[str, str]]:
     lines: list[tuple[str, str]] = []
 
     def add(label: str, *parts: str | None) -> None:
-        """Add a line of the parts that are present."""
         text = ", ".join(part for part in parts if part)
         if text:
             lines.append((label, text))

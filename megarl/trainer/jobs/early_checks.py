@@ -23,10 +23,10 @@ from megarl.config import (
     SFTConfig,
     TrainConfig,
 )
-from megarl.config.outputs import output_files, output_folders
 from megarl.config.schema.data import DataSourceConfig, PreferenceDataConfig, RewardPairDataConfig
 from megarl.config.schema.distillation import TeacherConfig
 from megarl.config.schema.jobs import JobConfig, SupervisedConfig, own_pools
+from megarl.config.stored import output_files, output_folders
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
 from megarl.models.multi_token import unused_tensors, warn_of_unused

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from megarl.base.errors import ConfigError
 from megarl.config import EvaluateConfig, GenerateConfig, MegatronConfig, SupervisedConfig, TrainConfig
-from megarl.config.inherited import inheritance_note
+from megarl.config.derived import inheritance_note
 from megarl.config.schema.jobs import JobConfig
 from megarl.models import read_model_config
 from megarl.workers.settings import check_role

@@ -11,8 +11,8 @@ from megarl.base.files import WRITABLE
 from megarl.base.folder_lock import LockHolder, folder_lock
 from megarl.base.formatting import count_noun
 from megarl.base.run_writer import RUN_WRITER
-from megarl.config.outputs import CHECKPOINTS_KEY, EXPORT_KEY, may_save, output_files, output_folders, response_folders
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, JobConfig, SupervisedConfig, TrainConfig
+from megarl.config.stored import CHECKPOINTS_KEY, EXPORT_KEY, may_save, output_files, output_folders, response_folders
 from megarl.trainer.state.checkpoint_manifest import is_of_another_run
 from megarl.trainer.state.checkpoint_store import CheckpointStore
 from megarl.trainer.state.run_identity import ID_FILE, read_run_id

@@ -18,7 +18,7 @@ from megarl.base.reductions import Metrics
 from megarl.cluster.partition import seqlen_metrics
 from megarl.cluster.role_groups import ActorGroup, MegatronGroup
 from megarl.cluster.worker_group import WorkerGroup
-from megarl.config.schema.async_training import DISAGGREGATED
+from megarl.config.schema.algorithm import DISAGGREGATED
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data import token_counts
 from megarl.models import read_model_config

@@ -14,8 +14,7 @@ from megarl.algorithms import Correction, Rejection, RejectionCounts, Truncation
 from megarl.algorithms.selection import policy_filtration_rows
 from megarl.base.errors import DataError
 from megarl.base.reductions import Metrics
-from megarl.config.correction_bounds import rejection_rules, weight_bounds
-from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig
+from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig, rejection_rules, weight_bounds
 from megarl.data import DataProto
 from megarl.data.remote_columns import RowMap, map_in_process, token_part, with_tokens
 from megarl.workers.correction_rows import (

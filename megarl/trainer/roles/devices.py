@@ -13,7 +13,7 @@ from megarl.cluster.availability import NO_GPU_REMEDY, check_cluster_answers, lo
 from megarl.cluster.ray_internals import dashboard_error
 from megarl.cluster.resources import PlacedPool, ResourcePool, check_resources, cluster_nodes
 from megarl.cluster.session import RaySession
-from megarl.config.schema.devices import OwnDevicesConfig
+from megarl.config.schema.model import OwnDevicesConfig
 from megarl.config.schema.run import RunConfig
 
 _TRAINER = "trainer"

@@ -25,8 +25,7 @@ from megarl.cluster.sharding_manager import ShardingManager, SyncOptions
 from megarl.cluster.worker_group import wait_ready
 from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, TrainConfig
 from megarl.config.batch import BatchPlan, teacher_phase
-from megarl.config.correction_bounds import weight_bounds
-from megarl.config.schema.async_training import COLOCATED, DISAGGREGATED
+from megarl.config.schema.algorithm import COLOCATED, DISAGGREGATED, weight_bounds
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import ACTOR, CRITIC, REFERENCE, REWARD_MODEL, ROLLOUT, TEACHERS, SupervisedConfig
 from megarl.models import ParallelLayout, WeightMap, read_model_config

@@ -4,7 +4,6 @@ import json
 import os
 import subprocess
 import sys
-import tarfile
 from pathlib import Path
 
 import pytest
@@ -42,7 +41,7 @@ def warm_python(tmp_path_factory, drivers):
 def accepted(tmp_path_factory, warm_python, shared_server):
     """Folder and output of a run of all stages; stages and jobs are forks."""
     folder = tmp_path_factory.mktemp("accepted")
-    run = check(folder, "--archive", str(folder.with_suffix(".tgz")), python=warm_python, env=shared_server)
+    run = check(folder, python=warm_python, env=shared_server)
     assert run.returncode in (0, 1), run.stderr
     return folder, run.stdout + run.stderr
 
@@ -70,17 +69,6 @@ EXPECTED_MISSING = {"engines": {"SGLang: contract tests"}}
 """Checks that need a package that is not in this environment."""
 
 
-def test_archive_has_reports_and_logs_but_no_models(accepted):
-    folder, _ = accepted
-    with tarfile.open(folder.with_suffix(".tgz")) as archive:
-        names = set(archive.getnames())
-    assert {f"{stage}.{kind}" for stage in STAGES for kind in ("json", "log")} | {"results.md"} <= names
-    assert {"profile_update.txt", "profile_log_probs.txt", "profile_generation.txt"} <= names
-    outputs = [name for name in names if name.startswith("scratch/")]
-    assert {Path(name).name for name in outputs} >= {"output.txt", "metrics.jsonl", "driver.log"}
-    assert not [name for name in names if name.endswith((".safetensors", ".parquet", ".distcp"))]
-
-
 def test_settled_stages_are_not_repeated_and_the_budget_ends_the_others(accepted, warm_python):
     """Without SGLang a check of `engines` remains to do; the budget is too small to start it."""
     folder, _ = accepted
@@ -91,32 +79,23 @@ def test_settled_stages_are_not_repeated_and_the_budget_ends_the_others(accepted
     ]
 
 
-def test_tables_replace_those_of_a_page(accepted, warm_python, tmp_path):
-    folder, _ = accepted
-    page = tmp_path / "page.md"
-    page.write_text("# Results\n\nText.\n\n### old\n\n| row |\n", encoding="utf-8")
-    assert check(folder, "--page", str(page), python=warm_python).returncode == 0
-    text, _, tables = page.read_text(encoding="utf-8").partition("\n### ")
-    assert text == "# Results\n\nText.\n"
-    assert "### " + tables == (folder / "results.md").read_text(encoding="utf-8") and "### old" not in tables
-
-
 def test_time_limit_is_a_row_and_the_same_command_continues(tmp_path, warm_python):
-    run = check(tmp_path, "--stages", "fp8", "--limit", "0.2")  # less than the imports of a new process
+    arguments = ("--stages", "offload", "--checks", "pinned")
+    run = check(tmp_path, *arguments, "--limit", "0.2")  # less than the imports of a new process
     assert run.returncode == 1
     assert "ended after the limit of 0 s; the same command continues" in run.stdout
-    run = check(tmp_path, "--stages", "fp8", python=warm_python)
+    run = check(tmp_path, *arguments, python=warm_python)
     assert run.returncode == 0, run.stdout
-    assert "process of the stage" not in rows(tmp_path, "fp8")
+    assert "process of the stage" not in rows(tmp_path, "offload")
 
 
 def test_checks_by_name_leave_the_others_to_a_later_run(tmp_path, warm_python):
-    arguments = ("--stages", "fp8", "--checks")
-    run = check(tmp_path, *arguments, "product", python=warm_python)
+    arguments = ("--stages", "offload", "--checks")
+    run = check(tmp_path, *arguments, "pinned copy to the host", python=warm_python)
     assert run.returncode == 0, run.stdout
-    assert list(rows(tmp_path, "fp8")) == ["torch's scaled product"]
-    check(tmp_path, *arguments, "", python=warm_python)
-    assert list(rows(tmp_path, "fp8")) == ["torch's scaled product", "linear layer of Transformer Engine", "training"]
+    assert list(rows(tmp_path, "offload")) == ["pinned copy to the host"]
+    check(tmp_path, *arguments, "pinned", python=warm_python)
+    assert list(rows(tmp_path, "offload")) == ["pinned copy to the host", "pinned copy to the device"]
     run = check(tmp_path, *arguments, "(", python=warm_python)
     assert run.returncode == 2 and run.stderr.endswith("[acceptance.checks-pattern]\n")
 
@@ -126,7 +105,7 @@ def test_unknown_stage_and_absent_gpu_are_refused(tmp_path, warm_python):
     assert (run.returncode, run.stdout) == (2, "")
     assert "'paritty'" in run.stderr and run.stderr.endswith("[acceptance.unknown-stage]\n")
     hidden = {"CUDA_VISIBLE_DEVICES": ""}
-    run = check(tmp_path, "--device", "cuda", "--stages", "fp8", python=warm_python, env=hidden)
+    run = check(tmp_path, "--device", "cuda", "--stages", "offload", python=warm_python, env=hidden)
     assert run.returncode == 2 and run.stderr.endswith("[acceptance.no-cuda]\n")
 
 

@@ -19,9 +19,16 @@ from megarl.ops.doctor import node
 from megarl.ops.doctor.node import CheckResult, Needs, NodeReport, Status, check_node, needs_of
 from megarl.ops.doctor.node import system as checks
 from megarl.ops.doctor.node.results import reports_table
-from megarl.ops.doctor.node.services import check_engine_package, check_logins
-from megarl.ops.doctor.node.storage import check_checkpoint_room, check_disk_speed, check_folders
-from megarl.ops.doctor.node.system import check_hostname, check_peers, check_ports
+from megarl.ops.doctor.node.system import (
+    check_checkpoint_room,
+    check_disk_speed,
+    check_engine_package,
+    check_folders,
+    check_hostname,
+    check_logins,
+    check_peers,
+    check_ports,
+)
 
 ROOT = Path(__file__).resolve().parents[3]
 GIB = 2**30

@@ -16,8 +16,7 @@ from transformers import AutoTokenizer
 from megarl.cli import main as megarl
 from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig
 from megarl.config.compose import ConfigRequest, compose
-from megarl.ops.dry_run import run
-from megarl.ops.dry_run.jobs import SupervisedDryRun
+from megarl.ops.dry_run.jobs import SupervisedDryRun, run
 from megarl.ops.dry_run.parts import check_parts
 from megarl.trainer.jobs.preference import preference_training
 from megarl.trainer.jobs.sft import FineTuning

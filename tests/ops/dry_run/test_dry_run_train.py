@@ -13,8 +13,7 @@ from support.expected_errors import raises
 from megarl.base.packages import is_installed
 from megarl.config import TrainConfig
 from megarl.config.compose import ConfigRequest, compose
-from megarl.ops.dry_run import run
-from megarl.ops.dry_run.jobs import TrainDryRun
+from megarl.ops.dry_run.jobs import TrainDryRun, run
 from megarl.ops.dry_run.parts import check_parts
 
 ROOT = Path(__file__).resolve().parents[3]

@@ -15,8 +15,7 @@ from megarl.megatron import OptimizerOptions, OverlapOptions, RecomputeOptions
 from megarl.models import ParallelLayout, read_model_config
 from megarl.models.adapters import LoraOptions
 from megarl.ops.plan.job import PlannedPass, PlannedRole
-from megarl.ops.plan.layer_activations import FLOAT32, INT64, tokens_on_rank
-from megarl.ops.plan.pass_activations import end_bytes, kept_by_layers, padded_vocab
+from megarl.ops.plan.pass_activations import FLOAT32, INT64, end_bytes, kept_by_layers, padded_vocab, tokens_on_rank
 from megarl.ops.plan.states import RankStates, StateCounter
 
 WIDE = {"hidden_size": 64, "intermediate_size": 160, "num_hidden_layers": 4}

@@ -7,7 +7,7 @@ from typing import Any
 
 from megarl.config import TrainConfig
 from megarl.config.build import build
-from megarl.ops.plan import PlannedJob, planned_job
+from megarl.ops.plan.job import PlannedJob, planned_job
 
 MODELS = Path(__file__).parent / "models"
 

@@ -4,15 +4,19 @@ import numpy as np
 import pytest
 import torch
 import transformers
-from planned_jobs import megatron, train_job
+from planned_jobs import MODELS, megatron, train_config, train_job
+from support.expected_errors import raises
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.config import MegatronConfig
+from megarl.config import MegatronConfig, SFTConfig
+from megarl.config.build import build
 from megarl.models import ParallelLayout, parse_model_config
 from megarl.ops.plan.flops import (
+    Lengths,
     SequenceStats,
     forward_flops,
     layer_elements,
+    lengths_of,
     model_flops,
     rank_elements,
     recomputed_flops,
@@ -124,3 +128,25 @@ def test_recomputed_flops():
     assert attention == pytest.approx(80 * 2 * 8192 * 2048**2)  # half of the pairs, queries with keys and with values
     mlp = recomputed_flops(role(model, recompute_granularity="selective", recompute_modules=["mlp"]), batch, range(80))
     assert mlp == 80 * 2 * 3 * 8192 * 28672 * 2048
+
+
+def test_lengths_are_at_most_those_of_the_configuration():
+    config = train_config("Qwen2.5-7B")
+    assert lengths_of(config)[:3] == (1024, 1024, 1024)
+    assert lengths_of(config, "200,600.5") == Lengths(200, 600.5, 1024, "--lengths")
+    assert lengths_of(config, "2000,2000")[:2] == (1024, 1024)
+
+
+def test_supervised_jobs_have_one_length():
+    values = {"data": {"train_files": ["x"], "max_length": 100}, "model": {"path": str(MODELS / "Qwen2.5-7B")},
+              "trainer": {"experiment_name": "planned"}}  # fmt: skip
+    config = build(SFTConfig, values)
+    assert lengths_of(config)[:3] == (0, 100, 100) and lengths_of(config, "30")[:2] == (0, 30)
+    with raises("plan.lengths", "--lengths=10,20", "one number"):
+        lengths_of(config, "10,20")
+
+
+@pytest.mark.parametrize("text", ["600", "200,", "a,b", "200,-1", "200,nan", "0,5", "1,2,3", "mean=600"])
+def test_other_texts_are_rejected(text):
+    with raises("plan.lengths", f"--lengths={text}"):
+        lengths_of(train_config("Qwen2.5-7B"), text)

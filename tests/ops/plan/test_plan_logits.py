@@ -10,8 +10,7 @@ from planned_jobs import megatron, train_job
 from megarl.megatron.layers.logprobs import ReferenceHead, vocab_parallel_outputs
 from megarl.models import partition
 from megarl.ops.plan.job import PlannedPass
-from megarl.ops.plan.layer_activations import tokens_on_rank
-from megarl.ops.plan.pass_activations import logits_bytes, padded_vocab
+from megarl.ops.plan.pass_activations import logits_bytes, padded_vocab, tokens_on_rank
 
 TOKENS, HIDDEN = 16, 4
 

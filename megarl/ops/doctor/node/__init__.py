@@ -15,12 +15,17 @@ from functools import partial
 from megarl.base.nvidia_smi import Inventory
 from megarl.ops.doctor.node import system
 from megarl.ops.doctor.node.collective import check_all_reduce
-from megarl.ops.doctor.node.gpus import check_gpus
-from megarl.ops.doctor.node.kernels import check_kernels
+from megarl.ops.doctor.node.gpus import check_gpus, check_kernels
 from megarl.ops.doctor.node.needs import Needs, needs_of
 from megarl.ops.doctor.node.results import CheckResult, NodeReport, Status
-from megarl.ops.doctor.node.services import check_engine_package, check_logins, check_sandbox
-from megarl.ops.doctor.node.storage import check_checkpoint_room, check_disk_speed, check_folders
+from megarl.ops.doctor.node.system import (
+    check_checkpoint_room,
+    check_disk_speed,
+    check_engine_package,
+    check_folders,
+    check_logins,
+    check_sandbox,
+)
 from megarl.ops.doctor.node.versions import check_versions, package_versions
 
 __all__ = ["CHECKS", "CheckResult", "Needs", "NodeReport", "Status", "check_node", "needs_of"]

@@ -77,12 +77,7 @@ def all_reduce(rank: int, world: int, host: str, port: int, backend: str, size: 
 
 
 def bandwidth_result(measured: Bandwidth, backend: str, scope: str) -> CheckResult:
-    """Turn a measurement into a check result.
-
-    Args:
-        measured: the measurement of the slowest rank.
-        scope: location of the ranks, such as ``on 2 nodes``.
-    """
+    """Turn the slowest rank's measurement into a check result; ``scope`` says where the ranks are: ``on 2 nodes``."""
     name = f"all-reduce ({backend})"
     speed = f"{measured.bus / 1e9:.2f} GB/s bus bandwidth with {measured.size / MIB:.0f} MiB"
     observation = f"{measured.world} ranks {scope}: {speed}"

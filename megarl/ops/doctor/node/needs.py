@@ -8,7 +8,8 @@ from megarl.base.errors import MegarlError
 from megarl.base.formatting import GIB, MIB
 from megarl.config import GenerateConfig, ScoredJobConfig, TrainConfig
 from megarl.config.schema.jobs import CRITIC, JobConfig, SupervisedConfig, own_pools
-from megarl.ops.plan import MemoryPlan, plan_memory, planned_job
+from megarl.ops.plan.job import planned_job
+from megarl.ops.plan.memory import MemoryPlan, plan_memory
 
 RAY_PORTS = (6379, 8265)  # default ports of Ray's head: the cluster's address and the dashboard
 

@@ -35,6 +35,12 @@ class CheckResult:
     remedy: str = ""  # the action to take; empty if none is needed
 
 
+def judged(check: str, observation: str, remedy: str, *, warn: bool = False, fail: bool = False) -> CheckResult:
+    """Return the result of a check that failed, warns, or passed and needs no remedy."""
+    status = Status.FAIL if fail else Status.WARN if warn else Status.PASS
+    return CheckResult(check, status, observation, remedy if warn or fail else "")
+
+
 @dataclass(frozen=True)
 class NodeReport:
     """Results of all checks on one machine."""
@@ -94,13 +100,7 @@ class ClockOffset(NamedTuple):
 
 
 def clock_offset(sent: float, remote: float, received: float) -> ClockOffset:
-    """Estimate the offset of a remote clock from one request: its time minus the middle of the round trip.
-
-    Args:
-        sent: local time of the request.
-        remote: remote time in the reply.
-        received: local time of the reply.
-    """
+    """Estimate the offset of a remote clock from one request: its time minus the middle of the round trip."""
     return ClockOffset(remote - (sent + received) / 2, (received - sent) / 2)
 
 

@@ -114,12 +114,7 @@ def stacks_of(versions: Mapping[str, str], device: str) -> tuple[Combination, ..
 def check_requirements(
     versions: Mapping[str, str], requires: Callable[[str], list[str]], stacks: Sequence[Combination] = CPU_STACKS
 ) -> CheckResult:
-    """Check the requirements of each installed package against the installed versions.
-
-    Args:
-        requires: returns the requirements of a package from its metadata.
-        stacks: combinations; the remedy names the constraint file of the nearest.
-    """
+    """Check what each package ``requires`` in its metadata; the remedy names the nearest combination's file."""
     conflicts: list[str] = []
     exempt: list[str] = []
     is_tested = any(not version_differences(versions, combination) for combination in CPU_STACKS)

@@ -4,10 +4,9 @@ import pytest
 from planned_jobs import OFFLOAD, megatron, train_config
 
 from megarl.config.keys import value_at
-from megarl.ops.plan.estimate import changed, estimate, overrides_of
+from megarl.ops.plan.estimate import changed, estimate, find_suggestion, overrides_of
+from megarl.ops.plan.flops import lengths_of
 from megarl.ops.plan.hardware import read_hardware
-from megarl.ops.plan.lengths import lengths_of
-from megarl.ops.plan.suggestion import find_suggestion
 
 H100 = read_hardware("h100")
 
@@ -19,7 +18,7 @@ def planned(config):
 def suggestion_for(config):
     plan = planned(config)
     assert not plan.fits
-    suggestion = find_suggestion(config, plan, lambda changes: planned(changed(config, changes)))
+    suggestion = find_suggestion(plan)
     if suggestion is not None:
         assert planned(changed(config, suggestion)).fits
     return suggestion
