@@ -24,7 +24,6 @@ def atomic_write(path: Path, *, flush: bool = False, temporary: Path | None = No
 
     Args:
         flush: write file and folder through to the disk (``fsync``).
-        temporary: name of the temporary file; a unique name by default.
 
     Raises:
         OSError: writing or renaming fails.

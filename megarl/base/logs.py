@@ -142,11 +142,7 @@ def steady_output() -> Iterator[None]:
 
 
 class TimestampedStream(SteadyStream):
-    """Prefixes each line with time and label.
-
-    Args:
-        label: text in place of a log level.
-    """
+    """Prefixes each line with time and label."""
 
     def __init__(self, stream: TextIO, label: str) -> None:
         super().__init__(stream)
@@ -173,9 +169,6 @@ def redirect_output(file: Path, level: str, facts: str = "") -> Path:
     """Redirect all output of this process to its log file, including C code and child processes.
 
     If the folder is not writable, a folder under the system's temporary folder is used.
-
-    Args:
-        facts: text for the first line of the file.
 
     Returns:
         The log file in use.

@@ -79,9 +79,7 @@ def import_spec(spec: str, label: str, kind: str) -> tuple[ModuleType, str]:
     """Import the module of a spec; return it and the attribute name, which may be missing in the module.
 
     Args:
-        spec: ``path.py:name`` or ``package.module.name``.
         label: start of error messages, such as the config key.
-        kind: ``class`` or ``function``, for error messages.
 
     Raises:
         ConfigError: the spec has no attribute name, the file or module is missing, or importing it fails.
@@ -100,9 +98,6 @@ def import_spec(spec: str, label: str, kind: str) -> tuple[ModuleType, str]:
 
 def load_user_class(spec: str, base: Callable[..., _Base], label: str) -> type[_Base]:
     """Import the class of a spec and check its base class.
-
-    Args:
-        base: class that it must derive from.
 
     Raises:
         ConfigError: the file, module or class is missing, importing it fails, or it does not derive from ``base``.

@@ -76,7 +76,6 @@ class FunctionSpec:
     """Name and call options of a reward function, sent to the processes that load it.
 
     Attributes:
-        spec: argument of :func:`load_reward_function`.
         timeout_s: wall seconds per call; None = no limit.
         max_concurrency: maximum number of concurrent calls of a coroutine function, per process.
     """

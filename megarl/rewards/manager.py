@@ -87,7 +87,6 @@ class Failures(NamedTuple):
     """Rows without a score, by kind.
 
     Attributes:
-        first: description of the first failed row.
         first_reward: description of the first row whose conversation did not fail.
     """
 

@@ -104,7 +104,6 @@ def load_reward_function(spec: str, kwargs: Mapping[str, Any] | None = None) -> 
 
     Args:
         spec: a registered name, ``path.py:function``, or ``package.module.function``.
-        kwargs: extra keyword arguments of every call.
 
     Raises:
         RewardFunctionError: the name, file, module or function is missing, importing it fails, or the signature does

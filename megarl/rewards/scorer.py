@@ -93,10 +93,6 @@ class ScorerSpec:
     """Reward functions, and the number of processes that call them; sent to the processes that own a pool.
 
     Attributes:
-        terms: of the weighted sum.
-        traits: calling convention of each.
-        processes: of each pool.
-        max_retries: further attempts after an infrastructure failure.
         preload: numbers of the functions that processes load at the start.
         logs: log folder of the run; None = output of the owner.
     """
@@ -119,7 +115,6 @@ class ScorerSpec:
 
         Args:
             owner: number of the process that owns the pool, among those with a pool of this spec.
-            environment: of the driver, if another process owns the pool.
         """
         first = owner * self.processes
         options = (self.processes, self.max_retries, self.preload, self.logs, first, environment)

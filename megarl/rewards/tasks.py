@@ -18,11 +18,7 @@ TokenIds: TypeAlias = Sequence[int] | np.ndarray
 
 
 class TaskBuilder:
-    """Builds the arguments of the reward functions from samples.
-
-    Args:
-        tokenizer: decodes token ids, without special tokens.
-    """
+    """Builds the arguments of the reward functions from samples."""
 
     def __init__(self, tokenizer: PreTrainedTokenizerBase, wants_prompt: bool) -> None:
         self.tokenizer = tokenizer

@@ -67,11 +67,7 @@ class BoardContent:
 
 
 class Board:
-    """The board of this process; Linux only.
-
-    Args:
-        thread: identifier of the thread whose spans it shows.
-    """
+    """The board of this process; Linux only."""
 
     def __init__(self, thread: int | None) -> None:
         self._fd = os.memfd_create(BOARD)

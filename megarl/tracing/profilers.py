@@ -151,7 +151,6 @@ class ProfiledProcess:
     """The profiler of a process over the steps of a run.
 
     Args:
-        options: profiler options; None = no profiler.
         name: name of the process; start of its file names.
     """
 

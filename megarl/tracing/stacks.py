@@ -94,12 +94,10 @@ class ProcessReport:
 
     Attributes:
         state: ``running``, ``sleeping``, ``in the kernel``, ``stopped``, ``dead``.
-        board: content of its board; None = no board.
         stacks: stacks of all its threads, as text; empty if it wrote none.
         frames: frames of its followed thread (:meth:`Tracer.follow_thread`), innermost first.
         taken_ns: time of the observation on the machine's monotonic clock.
         command: command line of a process without a role.
-        children: child processes without a role.
     """
 
     pid: int

@@ -27,7 +27,6 @@ class TraceFile:
     """Writes a timeline file.
 
     Args:
-        path: the file; its folder is created.
         origin_ns: time on this machine's monotonic clock that becomes time 0 of the file.
     """
 

@@ -38,7 +38,6 @@ class Event(NamedTuple):
         start_ns: start on the machine's monotonic clock.
         duration_ns: duration of a span; otherwise 0.
         lane: thread or other lane of the process; empty = the followed thread.
-        args: further values to show.
     """
 
     kind: str
@@ -59,12 +58,10 @@ class Tracer:
     """Events of this process since the last collection, and the open spans of one thread, first its main thread.
 
     Attributes:
-        recording: whether events are kept.
         watcher: called with the name of a span at its start, and with None at its end; for NVTX.
         board: board that shows the spans of the followed thread; None = no board.
         thread: identifier of the followed thread, see :meth:`follow_thread`.
         moved_ns: time of the last progress: start or end of a span of that thread, or a call of :meth:`progress`.
-        completed: names of the phases that have ended.
         waited_ns: nanoseconds in collectives since the start of the process, counted while the tracer is active.
     """
 

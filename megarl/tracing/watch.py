@@ -17,7 +17,6 @@ class TracingOptions:
 
     Attributes:
         watched: show the current activity on a :class:`~megarl.tracing.board.Board`, and write stacks on request.
-        timeline: record spans in the steps of the timeline.
     """
 
     watched: bool = False

@@ -25,7 +25,6 @@ class RunResult:
     """Result of one run of a sweep.
 
     Attributes:
-        metric: name of the objective.
         value: value of the objective; None if the run failed or has no objective.
     """
 

@@ -111,7 +111,6 @@ class ActorWorker(PolicyWorker):
     """Trains the policy, computes log-probs, and sends its weights to the rollout engines.
 
     Args:
-        log_prob: settings of the log-probs before the update.
         reference: settings of the reference whose weights this worker keeps in host memory; None if the reference has
             separate workers or there is none.
         correction: bounds of the importance weights of a log-linear proximal policy, which are computed with the loss.

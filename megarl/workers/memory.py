@@ -56,9 +56,7 @@ class MemoryBudgets:
         All ranks shrink the budget together, and keep it for later passes of this kind. Communicates.
 
         Args:
-            kind: :data:`UPDATE` or :data:`FORWARD`.
             run: computes the pass from the rows of each micro-batch; may run more than once.
-            chosen: the rows to compute; None = all.
 
         Raises:
             DeviceMemoryError: the pass cannot be repeated, or a single row is too large.
@@ -101,9 +99,6 @@ class MemoryBudgets:
 
         It is the shrunk budget, or a larger one up to the configured budget if a row is longer than the shrunk one, or
         if a rank has fewer rows than it needs micro-batches.
-
-        Args:
-            kind: kind of pass, such as ``update``; each has separate budgets.
         """
         shrunk = self._shrunk.get((kind, configured))
         if shrunk is None:

@@ -54,9 +54,7 @@ class RewardPairs(PairRows):
     """Pairs with one output per sequence.
 
     Args:
-        batch: see :class:`~megarl.workers.pairs.PairRows`.
         pad: the model's padding token, None if it has none.
-        share: see :class:`~megarl.workers.pairs.PairRows`.
     """
 
     def __init__(self, batch: DataProto, pad: int | None, *, share: bool) -> None:

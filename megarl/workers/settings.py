@@ -64,7 +64,6 @@ class RoleSettings:
 
     Attributes:
         model_path: Hugging Face folder of the initial weights.
-        megatron: number format, sequence parallelism, distributed optimizer.
         optim: optimizer of a role that trains; None for inference.
         total_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
         nccl_timeout: seconds after which an incomplete collective fails.
@@ -260,8 +259,6 @@ def check_adapters(
     """Check that a role's adapters fit its model and layout, and the folder that they continue from.
 
     Args:
-        megatron: the role's configuration with complete parallel sizes.
-        field: the section's key, such as ``actor_rollout_ref.model``.
         base: folder of the model, with which copies of its weights in that folder are compared; None compares none.
 
     Raises:

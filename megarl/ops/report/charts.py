@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 
 from megarl.ops.report.balance import balance_charts
-from megarl.tracking.run_summary import VALIDATION_PREFIX
+from megarl.tracking.jsonl_files import VALIDATION_PREFIX
 
 MOST_POINTS = 600
 TIMED = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")

@@ -55,12 +55,10 @@ class RewardPool:
     """Processes that live for the whole run.
 
     Args:
-        traits: calling convention of each.
         max_retries: further attempts after an infrastructure failure, such as a dead process.
         preload: functions that processes load at the start; the others are loaded on first use.
         logs: log folder of the run, for ``reward-<number>.log``; None = output of this process.
         first: number of the first process in the names of log files.
-        environment: of the driver, if another process owns the pool.
     """
 
     def __init__(

@@ -37,11 +37,7 @@ class Runner(Protocol):
 
 
 class InDriverRunner:
-    """Calls functions in this process, without protection: a call that hangs or exits stops the run.
-
-    Args:
-        max_retries: further attempts after an infrastructure failure.
-    """
+    """Calls functions in this process, without protection: a call that hangs or exits stops the run."""
 
     def __init__(
         self, functions: Iterable[LoadedFunction], max_retries: int = 0, sleep: Callable[[float], None] = time.sleep

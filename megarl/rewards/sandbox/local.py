@@ -86,7 +86,6 @@ class SandboxLimits:
         memory_mb: resident memory of all processes together, and address space of each, in MiB.
         max_processes: concurrent processes and threads.
         disk_mb: files, kept in memory, in MiB.
-        max_open_files: open files per process.
         output_mb: standard output and error together, in MiB.
     """
 

@@ -41,9 +41,6 @@ logger = logging.getLogger(__name__)
 def check_early(config: JobConfig) -> None:
     """Check everything that needs no torch; a second or two after the command, a wrong input is reported.
 
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-
     Raises:
         ConfigError, ModelError, DataError: names the key, its value, and the remedy.
         ResourceError: the cluster at ``RAY_ADDRESS`` does not answer.
@@ -64,11 +61,7 @@ def check_early(config: JobConfig) -> None:
 
 
 def name_unused_tensors(config: JobConfig) -> None:
-    """Warn of tensors in the model folders that nothing loads, such as biases that ``config.json`` does not announce.
-
-    Args:
-        config: complete; its models have been checked.
-    """
+    """Warn of tensors in the model folders that nothing loads, such as biases that ``config.json`` does not announce."""
     paths: list[str | None] = []
     if isinstance(config, SupervisedConfig):
         paths = [config.model.path]
@@ -112,7 +105,6 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
     """Check the models of the training roles and the reference, and their layouts.
 
     Args:
-        config: complete.
         weights: require weights; if False, a ``config.json`` is enough.
 
     Raises:
@@ -145,10 +137,6 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
 
 def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[TeacherConfig]:
     """Check that the teachers of a distillation are language models, fit their layouts, and have enough tokens.
-
-    Args:
-        config: complete.
-        weights: require weights; if False, a ``config.json`` is enough.
 
     Returns:
         The teachers, without those that are servers; empty without distillation.
@@ -209,10 +197,6 @@ def check_export(folder: str | None, models: Sequence[str]) -> None:
 
 def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = True) -> None:
     """Check that the reward model has a scalar head and fits its layout.
-
-    Args:
-        config: complete.
-        weights: require weights; if False, a ``config.json`` is enough.
 
     Raises:
         ModelError, ConfigError: names the key, its value, and the remedy.

@@ -49,10 +49,6 @@ ASSISTANT, ENVIRONMENT = "assistant", "tool"
 def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     """Evaluate a policy.
 
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        output_dir: folder of the run's files, which exists. A converted checkpoint lies next to it.
-
     Returns:
         The metrics, as in ``metrics.json``.
 
@@ -122,13 +118,6 @@ class BestAnswers:
 
     Only samples that the policy ended itself are kept; a truncated one would teach to end anywhere. A conversation is
     split into turns, and SFT does not train on the turns of tools and searches.
-
-    Args:
-        config: the section ``best_answers``.
-        tokenizer: decodes samples.
-
-    Attributes:
-        prompts: number of prompts so far.
     """
 
     def __init__(self, config: BestAnswersConfig, tokenizer: PreTrainedTokenizerBase) -> None:

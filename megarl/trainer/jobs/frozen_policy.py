@@ -68,11 +68,7 @@ class EvaluatedModel:
         return self.source.companions
 
     def hugging_face_folder(self, converted: Path) -> Path:
-        """Return the Hugging Face folder of the weights, which :meth:`convert` creates if the source is another format.
-
-        Args:
-            converted: folder of converted checkpoints.
-        """
+        """Return the Hugging Face folder of the weights, which :meth:`convert` creates if the source is another format."""
         if self.source.kind == HUGGING_FACE:
             return self.source.path
         return converted / f"{self.source.path.parent.name}-{_digest(self.source)}"
@@ -82,7 +78,6 @@ class EvaluatedModel:
 
         Args:
             target: the :meth:`hugging_face_folder`; an earlier conversion of the same files is reused.
-            message: prints a line for the user.
 
         Raises:
             CheckpointError: the conversion failed; the next one resumes it.
@@ -159,12 +154,10 @@ class FrozenPolicy(Generic[_Config]):
     """The policy of an evaluation or a generation.
 
     Args:
-        config: complete, as ``megarl.config.build`` returns it.
         output_dir: folder of the run's files. A converted checkpoint lies next to it.
 
     Attributes:
         model: folder of the weights; they are not read before :meth:`convert`.
-        config: with the path of the Hugging Face folder, which may not exist before :meth:`convert`.
 
     Raises:
         CheckpointError: the configuration names no model, or a critic.
@@ -221,8 +214,6 @@ class FrozenReplicas:
 
     Args:
         config: complete; its model path is a Hugging Face folder.
-        pool: devices of the replicas.
-        progress: shows the start of the processes.
         eos_token_ids: tokens that end every sequence.
 
     Raises:

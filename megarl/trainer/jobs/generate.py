@@ -38,10 +38,6 @@ SHOWN = 8
 def run(config: GenerateConfig, output_dir: Path) -> Path:
     """Generate responses to prompts.
 
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        output_dir: folder of the run's files, which exists. A converted checkpoint lies next to it.
-
     Returns:
         The output file: one row per prompt, with its columns and ``responses``, the texts of all samples. The text of a
         failed conversation is null.
@@ -116,10 +112,7 @@ def answer_rows(
     """Decode the samples of a batch into one output row per prompt.
 
     Args:
-        prompts: the prompts.
         batch: ``samples`` adjacent rows per prompt.
-        samples: number of samples per prompt.
-        tokenizer: of the policy.
     """
     errors = batch.non_tensor_batch.get("agent_error", [None] * len(batch))
     texts = [

@@ -27,10 +27,6 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tikt
 def with_hub_files(config: JobT, message: Callable[[str], None]) -> JobT:
     """Replace names of the Hub by the paths of their downloads, unless ``hub.enable`` is false.
 
-    Args:
-        config: complete.
-        message: prints a line for the user.
-
     Raises:
         ConfigError: a model or file cannot be downloaded; names its key.
     """
@@ -89,9 +85,7 @@ def download_model(text: str, label: str, cache_dir: str | None = None, files: S
 
     Args:
         text: ``owner/name`` or ``owner/name@revision``.
-        label: configuration key, for errors.
         cache_dir: folder of the cache; None = Hugging Face's.
-        files: patterns of the files.
 
     Raises:
         ConfigError: the Hub cannot be reached or has no such model; names the key.
@@ -106,8 +100,6 @@ def download_data(text: str, label: str, cache_dir: str | None = None) -> list[s
 
     Args:
         text: ``hf://datasets/owner/name/file`` or ``...name@revision/file``; the file may be a pattern.
-        label: configuration key, for errors.
-        cache_dir: folder of the cache; None = Hugging Face's.
 
     Raises:
         ConfigError: the URL is malformed, the Hub cannot be reached, or has no such file; names the key.

@@ -26,7 +26,6 @@ def check_output_folders(config: TrainConfig | SupervisedConfig, resumed: Path |
     """Reject output folders with the work of another run, unless ``trainer.overwrite_output`` is set.
 
     Args:
-        config: complete.
         resumed: checkpoint that the run resumes from; None for a new run.
 
     Raises:
@@ -57,7 +56,6 @@ def check_output_files(config: EvaluateConfig | GenerateConfig, step: int | None
     """Reject files of an earlier evaluation or generation, unless ``trainer.overwrite_output`` is set.
 
     Args:
-        config: complete.
         step: of the evaluated policy; None: the file with the responses of a step is not checked.
 
     Raises:
@@ -75,12 +73,7 @@ def check_output_files(config: EvaluateConfig | GenerateConfig, step: int | None
 
 
 def claim_response_folders(config: TrainConfig, run_id: str) -> None:
-    """Write the run's ID into its folders of responses, and remove the files of another run from them.
-
-    Args:
-        config: accepted by :func:`check_output_folders`.
-        run_id: ID of the run.
-    """
+    """Write the run's ID into its folders of responses, and remove the files of another run from them."""
     for name in response_folders(config).values():
         folder = Path(name)
         if read_run_id(folder) != run_id:
@@ -93,7 +86,6 @@ def steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
     """List the checkpoints of other runs that a run would replace or hide, by step.
 
     Args:
-        store: checkpoints in the folder of the run.
         resumed: checkpoint that the run resumes from; in the same folder, other runs' earlier steps are not in its way.
             None for a new run: every checkpoint belongs to another run, complete or not.
     """
@@ -135,10 +127,6 @@ def _alternatives(keys: list[str], *, can_resume: bool, kind: str = "folder") ->
 @contextmanager
 def locked_output_folders(config: JobConfig, folder: Path) -> Iterator[None]:
     """Lock the folders that a run writes, within the block: run files, checkpoints, export and responses.
-
-    Args:
-        config: complete.
-        folder: folder of the run's files, which exists.
 
     Raises:
         ConfigError: another run holds a lock; names the folder, the holder, and the key.

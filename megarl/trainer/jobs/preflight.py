@@ -37,9 +37,6 @@ from megarl.workers.settings import schedule_steps
 def check_train(config: TrainConfig) -> None:
     """Check user code, algorithm, engine, reward functions and agents of a training job.
 
-    Args:
-        config: complete; :func:`~megarl.trainer.jobs.early_checks.check_early` has passed.
-
     Raises:
         ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
     """
@@ -121,9 +118,6 @@ def check_teacher_server(
     """Check that every server of a teacher has the policy's tokens, by the text of each, and takes its sequences.
 
     Args:
-        key: config key of the servers.
-        server: the servers.
-        tokenizer: of the policy.
         vocab_size: tokens of the policy's model; a server ends at one that its own lacks.
         longest: most tokens of prompt and response.
 
@@ -157,10 +151,6 @@ def check_teacher_server(
 def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> None:
     """Check layout, reward functions and agents of a job that generates and scores.
 
-    Args:
-        config: complete.
-        model: the policy.
-
     Raises:
         ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
     """
@@ -170,10 +160,6 @@ def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> N
 
 def check_generation(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
     """Check layout, engine and agents of a job that generates.
-
-    Args:
-        config: complete.
-        model: the policy.
 
     Raises:
         ModelError, ConfigError: names the key, its value, and the remedy.
@@ -215,11 +201,6 @@ def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: M
 
 def check_schedules(config: TrainConfig | SupervisedConfig, batches: BatchPlan, total_steps: int) -> None:
     """Check that the schedules of learning rates and reward weights fit into the run.
-
-    Args:
-        config: complete.
-        batches: batch plan of ``config``.
-        total_steps: training steps of the whole run.
 
     Raises:
         InvalidConfigError: lists every schedule that does not fit, by key.

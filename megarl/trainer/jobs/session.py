@@ -37,8 +37,6 @@ def open_job(config: JobT, output_dir: Path, **console: Any) -> Iterator[JobSess
     """Open the console of a job and the checkpoint to resume from; close everything at the end of the block.
 
     Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        output_dir: folder of the run's files, which exists.
         **console: further arguments of :class:`~megarl.tracking.Console`.
 
     Raises:
@@ -47,7 +45,7 @@ def open_job(config: JobT, output_dir: Path, **console: Any) -> Iterator[JobSess
     """
     run = config.trainer
     with ExitStack() as stack:
-        view = stack.enter_context(Console(quiet=run.quiet, title=run.experiment_name, **console))
+        view = stack.enter_context(Console(quiet=run.quiet, **console))
         yield JobSession(config, output_dir, view, stack)
 
 
@@ -58,10 +56,6 @@ class JobSession(Generic[JobT]):
     the processes, and :meth:`starting_workers` encloses the start of the worker groups.
 
     Attributes:
-        config: of the job.
-        output_dir: folder of the run's files.
-        console: of the job.
-        logs: log files of its processes.
         stop: decides when a training job ends early.
         resume: checkpoint that a training job resumes from; None = start at step 0.
         run_id: ID of the run; a resumed run keeps it.
@@ -152,7 +146,6 @@ class JobSession(Generic[JobT]):
         """Handle the signals that end training: a run that saves finishes its step; otherwise Ctrl-C ends it at once.
 
         Args:
-            state: of the run.
             reporter: of the run; it writes the summary in any case.
 
         Raises:

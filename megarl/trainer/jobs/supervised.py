@@ -40,11 +40,7 @@ TARGET_WINDOW = 10
 
 
 class SupervisedJob(ABC):
-    """Base class of supervised jobs: data, worker class and validation of one kind of job.
-
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-    """
+    """Base class of supervised jobs: data, worker class and validation of one kind of job."""
 
     worker: ClassVar[str]
     """Worker class, as ``module:class``."""
@@ -118,10 +114,6 @@ class SupervisedJob(ABC):
 
 def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
     """Train, resuming from a checkpoint if there is one, and export a Hugging Face folder.
-
-    Args:
-        job: kind of job with its configuration.
-        output_dir: folder of the run's files, which exists.
 
     Raises:
         MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.

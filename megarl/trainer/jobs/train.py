@@ -49,10 +49,6 @@ LARGEST_KEPT_TENSOR = 2**30
 def run(config: TrainConfig, output_dir: Path) -> RunSummary:
     """Train with reinforcement learning.
 
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        output_dir: folder of the run's files, which exists.
-
     Raises:
         MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
     """
@@ -76,9 +72,6 @@ class TrainerBuilder:
 
     The constructor does everything that needs no worker (tokenizer, data, callbacks), so that invalid input fails
     before any process starts.
-
-    Args:
-        session: of the job.
     """
 
     def __init__(self, session: JobSession[TrainConfig]) -> None:
@@ -106,10 +99,6 @@ class TrainerBuilder:
 
     def build(self, pools: JobPools, progress: Progress) -> PPOTrainer:
         """Start the workers on their devices, and build the trainer.
-
-        Args:
-            pools: devices of the job.
-            progress: shows the start of the workers.
 
         Raises:
             WorkerError: a worker failed to start.

@@ -82,13 +82,8 @@ class PPOTrainer:
     """Runs the phases of each training step in order; workers compute, the driver decides.
 
     Args:
-        config: complete.
         roles: worker groups; a role that the algorithm does not need is None.
-        phases: of a step.
         recorders: run after each step: metrics, samples, validation, user callbacks, checkpoint.
-        state: step, data order and checkpoints.
-        reporter: times phases, and writes metrics and summary.
-        tracing: timeline, profilers and watchdog.
     """
 
     def __init__(

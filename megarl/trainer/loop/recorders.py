@@ -48,9 +48,7 @@ class StepMetrics(Callback):
     Also collects the pass metrics of frozen roles; trained roles report theirs with the update.
 
     Args:
-        actor: worker group of the actor.
         frozen: worker groups with a model that is not trained.
-        state: of the run.
         compare_log_probs: compare the log-probs of engine and actor in every step.
         explained: in step 1, compare the difference with this one, see :func:`batch_metrics`; None = do not.
     """
@@ -276,15 +274,8 @@ def build_recorders(
     """Build the recorders of a run, with the user callbacks before metrics are logged.
 
     Args:
-        config: complete.
-        actor: worker group of the actor.
-        learners: worker groups that train.
         frozen: worker groups with a model that is not trained, in processes of their own.
         validator: None = no validation.
-        tokenizer: of the policy.
-        state: of the run.
-        reporter: of the run.
-        callbacks: user callbacks.
     """
     # In bypass mode, or with an estimate, the actor computes no log-probs to compare the engine's with.
     computes = not (config.algorithm.rollout_correction.bypass_mode or config.estimates_proximal_policy)

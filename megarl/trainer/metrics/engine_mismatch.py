@@ -37,10 +37,6 @@ def explained_by_rounding(config: TrainConfig, model: ModelConfig) -> float:
 
     A low temperature multiplies all differences of the logits. A repetition penalty enters the engine's log-probs only,
     so nothing can be said: infinity.
-
-    Args:
-        config: complete.
-        model: the policy.
     """
     rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.megatron
     if rollout.repetition_penalty != 1:

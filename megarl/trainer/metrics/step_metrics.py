@@ -71,7 +71,6 @@ def batch_metrics(
     ``critic/score`` and ``critic/rewards`` are sums over a response. The token-level metrics cover trained tokens.
 
     Args:
-        batch: of the step.
         max_prompt_length: limit in tokens.
         max_response_length: limit in tokens.
         rows: computes the sums of each row and the moments of tokens.
@@ -147,7 +146,6 @@ def throughput_metrics(
     these three are totals over all devices.
 
     Args:
-        batch: of the step.
         trained: rows of the updates.
         seconds: wall seconds per phase, including ``step``.
         num_devices: devices of all roles.

@@ -68,9 +68,7 @@ class RewardShaping:
     and the batch, so a checkpoint needs no state of it.
 
     Args:
-        config: complete.
         total_steps: training steps of the whole run; warm-ups are shares of it.
-        rows: shapes the tokens.
     """
 
     def __init__(self, config: AlgorithmConfig, total_steps: int, rows: RowMap = map_in_process) -> None:
@@ -135,9 +133,6 @@ class AdvantagePhase:
     Row functions compute tokens, in the processes that hold them; the driver computes group baselines from sums of
     rewards, and merges moments for whitening. Estimators that compare the tokens of a group get whole groups. Only
     estimators over the tokens of all rows, such as a user's, run in the driver.
-
-    Args:
-        config: estimator, discount and penalties.
 
     Attributes:
         rows: runs the row functions; in this process until the workers have started.

@@ -39,10 +39,8 @@ class RolloutCorrectionPhase:
     rejected tokens. Scores and lengths are reported of all samples.
 
     Args:
-        config: complete section ``algorithm.rollout_correction``.
         loglinear: the actor interpolates the proximal policy and computes the importance weights within the loss.
         version: returns the version of the last weight sync, that of the proximal policy; read with ``loglinear``.
-        rows: computes the tokens.
 
     Attributes:
         correction: weights and rules to apply.
@@ -121,9 +119,6 @@ class TruncatedResponsesPhase:
     """Masks responses that a limit of tokens or turns ended (TRL's ``mask_truncated_completions``).
 
     It runs after the advantages: a truncated response still counts in the baseline of its group.
-
-    Args:
-        rows: computes the tokens.
     """
 
     name = "truncated_responses"
@@ -146,9 +141,7 @@ class PreferencePhase:
     """Redraws the rows of the batch by their scores (PF-PPO).
 
     Args:
-        config: section ``algorithm.pf_ppo``.
         seed: of the run; the draw depends on it and on the step.
-        rows: sums the scores.
     """
 
     name = "pf_ppo"
@@ -166,8 +159,6 @@ class PreferencePhase:
         """Draw as many rows as the batch has; ``metrics`` gets the share of different rows.
 
         Args:
-            batch: with advantages.
-            step: global step.
             metrics: gets ``pf_ppo/rows_fraction``.
         """
         columns, _ = self.rows(scores_of_rows, (*MASKS, "token_level_scores"), batch)
@@ -182,7 +173,6 @@ def _check_finite(batch: DataProto, non_finite: Tensor) -> None:
     """Check that the compared tokens have finite log-probs.
 
     Args:
-        batch: all rows.
         non_finite: column :data:`NON_FINITE` of the row functions.
 
     Raises:

@@ -101,7 +101,6 @@ def check_teacher_keys(values: list[object] | None, valid: list[str], teacher_ke
     Args:
         values: of the rows' column; None = the data have no such column.
         valid: values that select a teacher.
-        teacher_key: name of the column.
 
     Raises:
         DataError: names the values without a teacher.

@@ -66,12 +66,9 @@ class AlignmentPhase:
     """Adds the cosine similarity of each response and its ground truth in the reference's representation space.
 
     Args:
-        reference: worker group of the reference.
         schedule: weight of the bonus by step; a step with weight 0 skips the phase.
         entropy_threshold: mean entropy, in nats, above which the phase runs.
-        tokenizer: of the policy, for the ground truths.
         max_response_length: tokens to which ground truths are truncated.
-        rows: computes the entropy.
     """
 
     name = "repr_align"

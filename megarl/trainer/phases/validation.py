@@ -51,7 +51,6 @@ class Validator:
         rollouts: generates the samples.
         rewards: scores them; the validation metric is this reward.
         loader: held-out prompts, in file order.
-        tokenizer: decodes samples for the dump.
 
     Attributes:
         step_in_flight: step of :meth:`begin` without :meth:`end`; None = nothing is in flight.
@@ -92,9 +91,7 @@ class Validator:
         """Generate and score samples for all held-out prompts.
 
         Args:
-            step: step recorded in the samples.
             stream: seeds the draws: equal weights and streams give equal samples; None = ``step``.
-            on_batch: receives every scored batch.
 
         Returns:
             Metrics (see :func:`validation_metrics`), and the samples.
@@ -154,7 +151,6 @@ def conversation_metrics(batches: Sequence[Metrics], rows: Sequence[int]) -> Met
     """Combine the conversation metrics of several batches as ``val-aux/<name>``.
 
     Args:
-        batches: metrics of each batch.
         rows: number of rows of each batch, which weights the means.
     """
     combined = combine_metrics(list(zip(batches, rows, strict=True)))

@@ -18,8 +18,7 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
 from megarl.tracing import PHASE, lane_span, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
-from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
-from megarl.tracking.run_summary import REPORT_FILE
+from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, REPORT_FILE, BalanceFile, RankLists
 from megarl.tracking.sample_files import SampleFiles, begin_samples
 from megarl.trainer.metrics.engine_mismatch import mismatch_warnings
 from megarl.trainer.metrics.step_metrics import empty_step_warnings, memory_warnings
@@ -39,13 +38,11 @@ class RunSummary:
         val_accuracy_before: mean reward over the data sources at the validation before the first step; of a resumed
             run, before the first step of the run that it continues.
         val_accuracy_after: mean reward over the data sources at the last validation after a step.
-        steps: training steps of this run.
         train_seconds: wall seconds in training steps.
         wall_seconds: wall seconds since the command was entered, including imports, start-up and validation.
         rollout_tokens_per_s: generated tokens per second of rollout, over all replicas.
         update_tokens_per_s: tokens (prompts and responses) per second of updates, actor and critic together.
         hf_dir: folder of the exported policy in Hugging Face format.
-        report: path of the HTML report.
         stopped: reason of an end before the last step, such as ``Ctrl-C``.
     """
 
@@ -65,12 +62,8 @@ class RunReporter:
     """Times phases, logs to trackers and console, and writes the summary of the run.
 
     Args:
-        config: the section ``trainer``.
         resolved: the whole configuration in its stored form.
-        folder: folder of the run's files.
-        console: of the run.
         resumed_from: folder and step of the checkpoint whose metrics the run continues; None for a new run.
-        on_phase_end: called after each successful phase.
         run_id: ID of the run, for its folder and its trackers; None = a new one.
         started: time at which the run started, of ``time.monotonic``; None = now.
     """
@@ -189,7 +182,6 @@ class RunReporter:
         Warns on the console of repeated passes, empty updates and a rollout mismatch.
 
         Args:
-            step: global step.
             metrics: without timings.
             tokens: number of tokens that each phase processed.
         """
@@ -229,12 +221,7 @@ class RunReporter:
         self._balance.add(step, lists)
 
     def finish(self, hf_dir: str | None, stopped: str | None = None) -> RunSummary:
-        """Close the trackers, and write and print the summary.
-
-        Args:
-            hf_dir: folder of the exported policy; None without one.
-            stopped: reason of an end before the last step.
-        """
+        """Close the trackers, and write and print the summary."""
         summary = self._summary(hf_dir, stopped)
         self.close(dataclasses.asdict(summary))
         return summary

@@ -49,11 +49,6 @@ class Timeline:
     """Collects the events of all processes in one trace file, step by step.
 
     The events of a step are fetched during the next step, so that no process waits for them.
-
-    Args:
-        keys: the section ``trainer.timeline``.
-        folder: of the run's files.
-        message: prints a line for the user.
     """
 
     def __init__(self, keys: TimelineConfig, folder: Path, message: Callable[[str], None]) -> None:
@@ -146,8 +141,6 @@ def role_profiles(config: TrainConfig, folder: Path, device: str) -> dict[str, R
     """Build the profiler options of each role; empty if no step is profiled.
 
     Args:
-        config: complete.
-        folder: of the run's files.
         device: ``cpu`` or ``cuda``.
 
     Raises:
@@ -184,13 +177,7 @@ def profile_options(keys: ProfilerConfig, folder: Path) -> ProfileOptions:
 
 
 class ProfiledSteps:
-    """Starts and stops the profilers of the processes for the chosen steps.
-
-    Args:
-        keys: the section ``global_profiler``.
-        processes: of the run.
-        message: prints a line for the user.
-    """
+    """Starts and stops the profilers of the processes for the chosen steps."""
 
     def __init__(self, keys: ProfilerConfig, processes: RunProcesses, message: Callable[[str], None]) -> None:
         self._steps = set(keys.steps or ())
@@ -245,13 +232,7 @@ class RunTracing:
     """Timeline, profilers and watchdog of a run, from before its processes start until they are gone.
 
     Args:
-        config: the section ``trainer``.
-        folder: of the run's files.
-        message: prints a line for the user.
         pool: devices of the processes; processes that start later are traced.
-        profiles: profiler of each role.
-        profiled: the section ``global_profiler``, with the steps to profile.
-        later: limits of other parts of the run, for the watchdog.
     """
 
     def __init__(

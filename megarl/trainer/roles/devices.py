@@ -44,10 +44,6 @@ def check_devices(run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -
 
     The devices of a cluster are counted by :func:`reserve_pools`, after the connection.
 
-    Args:
-        run: devices of the trainer.
-        own: devices of roles alone, see :func:`megarl.config.schema.jobs.own_pools`.
-
     Raises:
         ConfigError: this machine has too few devices.
         ResourceError: the cluster does not answer.
@@ -69,11 +65,6 @@ def check_devices(run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -
 def reserve_pools(session: RaySession, run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -> JobPools:
     """Reserve the devices of all roles of a job in the connected cluster.
 
-    Args:
-        session: connected.
-        run: devices of the trainer.
-        own: devices of roles alone.
-
     Raises:
         ResourceError: the cluster lacks the devices, or other jobs hold them.
     """
@@ -90,7 +81,6 @@ def resolve_device(device: str, nodes: Sequence[Mapping[str, float]]) -> Literal
     """Resolve ``auto`` to CUDA if a node has a GPU, else to the CPU.
 
     Args:
-        device: ``trainer.device``.
         nodes: total resources of each node.
     """
     if device == "auto":

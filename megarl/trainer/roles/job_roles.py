@@ -22,8 +22,6 @@ class Roles:
     """Worker groups of a training job; a role that the algorithm does not need is None.
 
     Attributes:
-        actor: trains the policy.
-        critic: trains the value model.
         reference: computes log-probs and representations; the actor's group if the actor holds the reference's weights.
         reward_model: scores samples.
         teachers: grade tokens in distillation, by the value that selects them; empty without distillation.

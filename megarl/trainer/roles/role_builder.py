@@ -67,10 +67,7 @@ def run_updates(config: TrainConfig | SupervisedConfig, batches: BatchPlan, phas
     """Count the optimizer steps of a role in the whole run, at least those of one training step.
 
     Args:
-        config: complete.
-        batches: batch plan of ``config``.
         phase: update of the role: ``actor``, ``critic``, or the role of a supervised job.
-        total_steps: training steps of the whole run.
     """
     # During the critic's warm-up the actor is not updated.
     skipped = config.trainer.critic_warmup if phase == "actor" and isinstance(config, TrainConfig) else 0
@@ -81,13 +78,6 @@ class RoleBuilder:
     """Builds the worker groups of a training job.
 
     Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        batches: batch plan of ``config``.
-        total_steps: training steps of the whole run.
-        pools: devices of the roles.
-        folder: output folder of the run.
-        notify: prints a line for the user.
-        progress: shows the start of the processes.
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
     """
 

@@ -66,11 +66,7 @@ def write_manifest(
     """Flush every file below the folder to disk, and write and flush its manifest.
 
     Args:
-        folder: of the checkpoint.
-        step: see :class:`Manifest`.
-        sequence: see :class:`Manifest`.
         entries: of files that their writers have already flushed and hashed; only their sizes are checked.
-        score: see :class:`Manifest`.
 
     Raises:
         OSError: reading, flushing or writing failed.
@@ -178,10 +174,6 @@ def is_of_another_run(folder: Path, run_id: str | None) -> bool:
     """Return whether a run with another ID saved a checkpoint.
 
     A damaged checkpoint, or one with a damaged ID, has no owner.
-
-    Args:
-        folder: of the checkpoint.
-        run_id: ID of this run.
     """
     if not is_whole(folder) or read_run_id(folder) == run_id:
         return False
@@ -254,7 +246,6 @@ class BestBy(NamedTuple):
     """Metric that selects the best checkpoint.
 
     Attributes:
-        metric: a validation metric.
         mode: ``max`` or ``min``.
     """
 
@@ -272,7 +263,6 @@ class Removal(NamedTuple):
     """Parts of a checkpoint to remove.
 
     Attributes:
-        step: of the checkpoint.
         roles: folders to remove; None = the whole checkpoint.
     """
 

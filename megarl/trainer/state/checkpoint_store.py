@@ -55,7 +55,6 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        root: folder of the checkpoints, created at the first save.
         retention: selects the checkpoints to keep; by default all.
         run_id: ID of the run, written into its checkpoints; None = no ID.
         overwrite: replace the checkpoints of other runs at the first save.
@@ -99,9 +98,7 @@ class CheckpointStore:
         """Turn the folder of :meth:`begin` into the newest checkpoint, update the pointer, and apply the retention.
 
         Args:
-            step: as in :meth:`begin`.
             entries: of files that their writers have flushed and hashed; they are not read again.
-            score: validation score of these weights.
 
         Returns:
             The finished folder ``<root>/global_step_<step>``.
@@ -172,7 +169,6 @@ class CheckpointStore:
             resume_mode: ``auto``: the checkpoint of the pointer, else (with a warning) the newest complete one;
                 ``must``: the same, and an error without one; ``disable``: none; ``resume_path``: ``resume_from_path``.
             resume_from_path: a folder ``global_step_<N>``.
-            roles: roles that the checkpoint must contain.
 
         Returns:
             The folder, or None to start at step 0: with ``disable``, or with ``auto`` and no save so far.
@@ -207,10 +203,6 @@ class CheckpointStore:
 
     def verify(self, path: str | Path, roles: Collection[str] = ()) -> None:
         """Read all files of a checkpoint and compare them with its manifest.
-
-        Args:
-            path: folder of the checkpoint.
-            roles: roles that the checkpoint must contain.
 
         Raises:
             CheckpointError: names the folder and each missing, altered or foreign file, or the missing role.

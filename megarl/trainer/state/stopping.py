@@ -39,7 +39,6 @@ class Deadline(NamedTuple):
 
     Attributes:
         at: time of ``time.monotonic``, in seconds: corrections of the machine's clock do not move it.
-        name: source of the deadline.
     """
 
     at: float
@@ -56,10 +55,8 @@ def find_deadlines(
     """List the deadlines of a run.
 
     Args:
-        max_wall_seconds: ``trainer.max_wall_seconds``.
         now: time of ``time.monotonic``.
         unix_now: UNIX time at the same moment, in seconds.
-        environment: environment variables.
         started: time at which the run started, of ``time.monotonic``; None = now.
 
     Raises:
@@ -95,7 +92,6 @@ class StopCondition:
     Args:
         deadlines: times by which the last save must be complete.
         spare_s: margin before a deadline, in seconds.
-        clock: seconds on the clock of the deadlines.
 
     Attributes:
         reason: reason to end; None to continue.
@@ -156,10 +152,6 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
     A SIGHUP after the first signal changes nothing: a closed terminal sends several.
 
     Has no effect outside the main thread, since Python handles no signals there.
-
-    Args:
-        stop: condition of the run.
-        notify: prints a line for the user.
     """
     if threading.current_thread() is not threading.main_thread():
         yield

@@ -120,8 +120,6 @@ class TrainerState:
         """Reject a checkpoint that lacks contents to restore.
 
         Args:
-            role: role of the contents.
-            load_contents: contents to restore.
             key: configuration key of ``load_contents``.
 
         Raises:
