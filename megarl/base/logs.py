@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.base.private_folder import private_folder
+from megarl.base.files import private_folder
 from megarl.base.redaction import redact_text
 from megarl.base.run_writer import RUN_WRITER
 

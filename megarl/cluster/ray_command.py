@@ -15,7 +15,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from megarl.base.private_folder import private_folder
+from megarl.base.files import private_folder
 from megarl.cluster import ray_programs
 from megarl.cluster.local_ray import light_programs
 

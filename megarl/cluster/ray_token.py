@@ -10,7 +10,7 @@ import stat
 import tempfile
 from pathlib import Path
 
-from megarl.base.private_folder import private_folder
+from megarl.base.files import private_folder
 from megarl.cluster.reaper import MARK, delete_files, owner_file, processes_of, session_folders
 
 _PREFIX = "ray-token-"

@@ -33,9 +33,8 @@ from megarl.rewards.outcome import (
     object_column,
 )
 from megarl.rewards.pool.jobs import RunCounts
-from megarl.rewards.scorer import Scorer
+from megarl.rewards.scorer import Scorer, TaskBuilder
 from megarl.rewards.shaping import LengthShaping
-from megarl.rewards.tasks import TaskBuilder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase

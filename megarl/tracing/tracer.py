@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from megarl.base.formatting import MIB
@@ -172,9 +171,7 @@ class _Span(AbstractContextManager[None]):
             shown += " " + " ".join(f"{key}={value}" for key, value in self._args.items())
         self._start = TRACER.enter(self._name, self._category, shown)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         TRACER.leave(self._name, self._category, self._start, self._args, lane=self._lane)
 
 

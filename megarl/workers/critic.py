@@ -26,14 +26,7 @@ class CriticWorker(MegatronWorker):
     prefix = "critic"
     value_head = True
 
-    def __init__(
-        self,
-        place: WorkerPlace,
-        *,
-        settings: RoleSettings,
-        config: CriticConfig,
-        plan: UpdatePlan,
-    ) -> None:
+    def __init__(self, place: WorkerPlace, *, settings: RoleSettings, config: CriticConfig, plan: UpdatePlan) -> None:
         super().__init__(place, settings=settings)
         self.config = config
         self.plan = plan

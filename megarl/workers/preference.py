@@ -17,9 +17,9 @@ from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.memory import FORWARD
-from megarl.workers.pairs import PAIRS, PairRows, PairTrainingWorker
 from megarl.workers.rows import SAMPLE_IDS
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
+from megarl.workers.supervised import PAIRS, PairRows, PairTrainingWorker
 
 PROMPT_TOKENS = ("chosen_prompt_tokens", "rejected_prompt_tokens")
 """Columns with the number of prompt tokens of both sequences of a pair."""

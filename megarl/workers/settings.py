@@ -1,4 +1,4 @@
-"""Settings of workers: micro-batch budgets, layouts and schedules, from the configuration. Imports no torch."""
+"""Settings of workers: budgets, layouts and schedules from the configuration, and their checks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,10 +10,21 @@ from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
 from megarl.base.formatting import DTYPE_BYTES, count_noun
-from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, RolloutConfig, TrainConfig
+from megarl.config import (
+    AdapterKeys,
+    EvaluateConfig,
+    GenerateConfig,
+    MegatronConfig,
+    OptimConfig,
+    RolloutConfig,
+    SupervisedConfig,
+    TrainConfig,
+)
 from megarl.config.batch import token_store_bytes
 from megarl.config.checks.transformer_field_table import BALANCE_RATES
+from megarl.config.inherited import inheritance_note
 from megarl.config.schema.distillation import DistillationConfig
+from megarl.config.schema.jobs import JobConfig
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
 from megarl.models.peft_folder import AdapterFolder
@@ -382,6 +393,53 @@ def _check_grouped_experts(megatron: MegatronConfig, field: str, reason: str) ->
             f"experts, which {reason} excludes; use moe",
             code="config.recompute-moe-act",
         )
+
+
+def check_models(config: JobConfig) -> None:
+    """Check the layout of every role against its model, if the model folder exists already.
+
+    Raises:
+        ConfigError: a parallel size does not divide a dimension of the model.
+        ModelError: the folder's ``config.json`` is missing, malformed, or of an unknown architecture.
+    """
+    for path, megatron, key in _models_of(config):
+        if not Path(path).is_dir():
+            continue  # created before the run starts, or reported when the run loads the model
+        model = read_model_config(path)
+        try:
+            check_role(model, megatron, key)
+        except ConfigError as error:
+            raise ConfigError(f"{error.text}{inheritance_note(config, error.text)}", code=error.code) from error
+
+
+def _models_of(config: JobConfig) -> list[tuple[str, MegatronConfig, str]]:
+    """Model folder, layout and config key of the layout, for every role of a job."""
+    if isinstance(config, SupervisedConfig):
+        return [(config.model.path, config.megatron, "megatron")]
+    if isinstance(config, GenerateConfig):
+        return []
+    if isinstance(config, EvaluateConfig):
+        return _reward_model_of(config)  # the policy may be a checkpoint, which is opened when the run starts
+    policy = config.actor_rollout_ref
+    rollout = MegatronConfig(tensor_model_parallel_size=policy.rollout.tensor_model_parallel_size)
+    roles = [
+        (policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron"),
+        (policy.model.path, rollout, "actor_rollout_ref.rollout"),
+    ]
+    if config.uses_reference and policy.ref.megatron is not None:
+        roles.append((policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron"))
+    roles += [
+        (str(teacher.model_path), teacher.megatron, f"distillation.teacher_models.{name}.megatron")
+        for name, teacher in config.distillation.local_teachers.items()
+    ]
+    if config.uses_critic:
+        roles.append((str(config.critic.model.path), config.critic.megatron, "critic.megatron"))
+    return roles + _reward_model_of(config)
+
+
+def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, MegatronConfig, str]]:
+    keys = config.reward.model
+    return [(str(keys.path), keys.megatron, "reward.model.megatron")] if keys.enable else []
 
 
 class ScheduleSteps(NamedTuple):

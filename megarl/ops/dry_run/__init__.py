@@ -6,22 +6,10 @@ those of each job.
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
-
-from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
+from megarl.config import SupervisedConfig, TrainConfig
 from megarl.ops.dry_run.jobs import SupervisedDryRun, TrainDryRun
 from megarl.ops.dry_run.parts import check_parts
-from megarl.trainer.jobs.preference import preference_training
-from megarl.trainer.jobs.sft import FineTuning
-from megarl.trainer.jobs.supervised import SupervisedJob
-from megarl.trainer.jobs.train_reward_model import RewardTraining
-
-_SUPERVISED: dict[type, Callable[[Any], SupervisedJob]] = {
-    SFTConfig: FineTuning,
-    RewardTrainingConfig: RewardTraining,
-    PreferenceConfig: preference_training,
-}
+from megarl.trainer.jobs.supervised_jobs import supervised_job
 
 
 def run(config: TrainConfig | SupervisedConfig) -> None:
@@ -30,5 +18,7 @@ def run(config: TrainConfig | SupervisedConfig) -> None:
     Raises:
         ConfigError: a part failed; the message lists all failed parts.
     """
-    is_supervised = isinstance(config, SupervisedConfig)
-    check_parts(SupervisedDryRun(_SUPERVISED[type(config)](config)) if is_supervised else TrainDryRun(config))
+    if isinstance(config, SupervisedConfig):
+        check_parts(SupervisedDryRun(supervised_job(config)))
+    else:
+        check_parts(TrainDryRun(config))

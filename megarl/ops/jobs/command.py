@@ -11,12 +11,12 @@ from megarl.base.commands import EXIT_BAD_INPUT, exit_code
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.files import private_files
 from megarl.base.logs import steady_output
-from megarl.base.proxies import bypass_proxies
+from megarl.base.ports import bypass_proxies
 from megarl.base.signals import signals_exit_in_order
 from megarl.config.compose import check_folder, compose_run, compose_sweep, to_yaml
 from megarl.ops.jobs.run import layout_notes, run_composed
 from megarl.ops.jobs.table import JOBS, job_parser, job_request, planned_layout
-from megarl.trainer.jobs.model_layouts import check_models
+from megarl.workers.settings import check_models
 
 
 def run_job(name: str, argv: Sequence[str] | None = None) -> int:

@@ -22,7 +22,7 @@ from megarl.config.keys import AUTO
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.short_flags import add_flags, flag_overrides
 from megarl.config.verl.table import table_of
-from megarl.trainer.jobs.model_layouts import check_models
+from megarl.workers.settings import check_models
 
 
 class Job(NamedTuple):
@@ -34,25 +34,18 @@ class Job(NamedTuple):
     doc: str
 
 
+_SUPERVISED = "megarl.trainer.jobs.supervised_jobs"
 JOBS = {
     "train": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "reinforcement learning with any configuration"),
     "grpo": Job(TrainConfig, "grpo", "megarl.trainer.jobs.train", "GRPO: groups of answers, no critic"),
     "ppo": Job(TrainConfig, "ppo", "megarl.trainer.jobs.train", "PPO: a critic and generalized advantages"),
     "distill": Job(TrainConfig, "distill", "megarl.trainer.jobs.train", "on-policy distillation from a teacher"),
-    "sft": Job(SFTConfig, "sft", "megarl.trainer.jobs.sft", "supervised fine-tuning"),
-    "reward-model": Job(
-        RewardTrainingConfig,
-        "reward_model",
-        "megarl.trainer.jobs.train_reward_model",
-        "training of a reward model on pairs",
-    ),
+    "sft": Job(SFTConfig, "sft", _SUPERVISED, "supervised fine-tuning"),
+    "reward-model": Job(RewardTrainingConfig, "reward_model", _SUPERVISED, "training of a reward model on pairs"),
     "preference": Job(
-        PreferenceConfig,
-        "preference",
-        "megarl.trainer.jobs.preference",
-        "preference optimization on pairs (DPO, IPO, SLiC, SimPO)",
+        PreferenceConfig, "preference", _SUPERVISED, "preference optimization on pairs (DPO, IPO, SLiC, SimPO)"
     ),
-    "dpo": Job(PreferenceConfig, "preference", "megarl.trainer.jobs.preference", "DPO, the default preference loss"),
+    "dpo": Job(PreferenceConfig, "preference", _SUPERVISED, "DPO, the default preference loss"),
     "evaluate": Job(
         EvaluateConfig, "evaluate", "megarl.trainer.jobs.evaluate", "mean@N, best@N, maj@N on held-out prompts"
     ),

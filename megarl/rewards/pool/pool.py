@@ -20,9 +20,8 @@ from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs, tail
 from megarl.rewards.calling import FunctionSpec, serialize_task, timeout_outcome
 from megarl.rewards.outcome import INFRASTRUCTURE, Outcome, failed_outcome
-from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts
+from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts, retry_delay_s
 from megarl.rewards.pool.process import OUT_OF_MEMORY, RewardProcess
-from megarl.rewards.pool.runner import retry_delay_s
 from megarl.rewards.registry import FunctionTraits
 
 LARGEST_CHUNK = 64

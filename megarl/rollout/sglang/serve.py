@@ -12,7 +12,7 @@ import os
 import sys
 
 from megarl.base.child_process import die_with_parent
-from megarl.base.proxies import bypass_proxies
+from megarl.base.ports import bypass_proxies
 from megarl.rollout.sglang.options import RankRendezvous, SGLangOptions, needs_shim, server_args
 
 

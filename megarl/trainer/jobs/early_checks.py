@@ -61,7 +61,7 @@ def check_early(config: JobConfig) -> None:
 
 
 def name_unused_tensors(config: JobConfig) -> None:
-    """Warn of tensors in the model folders that nothing loads, such as biases that ``config.json`` does not announce."""
+    """Warn of tensors in the model folders that nothing loads, such as biases not announced in ``config.json``."""
     paths: list[str | None] = []
     if isinstance(config, SupervisedConfig):
         paths = [config.model.path]

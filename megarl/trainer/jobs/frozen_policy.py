@@ -68,7 +68,7 @@ class EvaluatedModel:
         return self.source.companions
 
     def hugging_face_folder(self, converted: Path) -> Path:
-        """Return the Hugging Face folder of the weights, which :meth:`convert` creates if the source is another format."""
+        """Return the weights' Hugging Face folder, which :meth:`convert` creates for another format."""
         if self.source.kind == HUGGING_FACE:
             return self.source.path
         return converted / f"{self.source.path.parent.name}-{_digest(self.source)}"

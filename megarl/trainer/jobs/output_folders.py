@@ -13,9 +13,8 @@ from megarl.base.formatting import count_noun
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.outputs import CHECKPOINTS_KEY, EXPORT_KEY, may_save, output_files, output_folders, response_folders
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, JobConfig, SupervisedConfig, TrainConfig
-from megarl.trainer.state.checkpoint_manifest import is_of_another_run
+from megarl.trainer.state.checkpoint_manifest import ID_FILE, is_of_another_run, read_run_id
 from megarl.trainer.state.checkpoint_store import CheckpointStore
-from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
 RUN_FOLDER_KEY = "hydra.run.dir"
 LOCK_FILE = ".run_lock"

@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+from megarl.algorithms import KLController
 from megarl.base.errors import RayLost
 from megarl.base.files import PRIVATE_UMASK
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
@@ -17,6 +18,7 @@ from megarl.cluster.session import local_store_bytes
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig, own_pools
 from megarl.config.stored import stored_config
+from megarl.data.loader import PromptQueue
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console
 from megarl.trainer.records.reporting import RunReporter
@@ -24,7 +26,7 @@ from megarl.trainer.records.tracing import RunTracing, role_profiles
 from megarl.trainer.records.watchdog import LaterLimits
 from megarl.trainer.roles.devices import JobPools, reserve_pools
 from megarl.trainer.roles.worker_groups import Progress
-from megarl.trainer.state.run_identity import identify_run
+from megarl.trainer.state.checkpoint_manifest import identify_run
 from megarl.trainer.state.run_state import Resume, RunState, find_resume
 from megarl.trainer.state.stopping import CTRL_C, KILLED, RAY_LOST, StopCondition, ends_on_signals, process_deadlines
 from megarl.workers.settings import needed_store_bytes
@@ -125,6 +127,28 @@ class JobSession(Generic[JobT]):
         tracing = RunTracing(run, self.output_dir, self.console.warn, pool, profiles, profiler, LaterLimits.of(config))
         self.tracing = self._stack.enter_context(tracing)
         return pool
+
+    def state(self, prompts: PromptQueue, total_steps: int, kl_controller: KLController | None = None) -> RunState:
+        """Build the state of a training run, with the checkpoint to resume from; ``prompts`` are at its position."""
+        config: Any = self.config
+        return RunState(
+            config, prompts, kl_controller, total_steps, self.resume, self.stop, self.console.message, self.run_id
+        )
+
+    def reporter(self, state: RunState) -> RunReporter:
+        """Build the reporter of a training run; the end of each phase commits a save that is written."""
+        run: Any = self.config.trainer
+        resumed = (self.resume.path, self.resume.state.step) if self.resume else None
+        return RunReporter(
+            run,
+            self.recorded_config(),
+            self.output_dir,
+            self.console,
+            resumed,
+            on_phase_end=state.saver.advance,
+            run_id=self.run_id,
+            started=self.started,
+        )
 
     def recorded_config(self) -> dict[str, Any]:
         """Return the configuration in its stored form, with the device type that :meth:`start` found."""

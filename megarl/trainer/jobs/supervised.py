@@ -30,10 +30,9 @@ from megarl.trainer.metrics.step_metrics import phase_tokens, rank_balance
 from megarl.trainer.phases.data_loading import mixture_weights, training_files, training_order
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
-from megarl.trainer.roles.worker_groups import Progress, budget
-from megarl.trainer.state.run_identity import ID_FILE
+from megarl.trainer.roles.worker_groups import Progress, budget, role_settings
+from megarl.trainer.state.checkpoint_manifest import ID_FILE
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
-from megarl.workers.settings import RoleSettings, layout_of, lora_options
 
 TARGET_WINDOW = 10
 """Steps over which accuracy is averaged before it is compared with the target."""
@@ -132,18 +131,8 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         console.set_total_steps(total_steps)
         console.message("\n".join([render_plan(batches), *inexact_checkpoints(config)]))
         pool = session.start()
-        state = RunState(config, rows, None, total_steps, session.resume, session.stop, console.message, session.run_id)
-        resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
-        reporter = RunReporter(
-            config.trainer,
-            session.recorded_config(),
-            output_dir,
-            console,
-            resumed_from,
-            on_phase_end=state.saver.advance,
-            run_id=session.run_id,
-            started=session.started,
-        )
+        state = session.state(rows, total_steps)
+        reporter = session.reporter(state)
         with session.starting_workers() as progress:
             workers = _start_workers(job, batches.phase(config.role), total_steps, pool, progress, files)
         console.message(workers.describe())
@@ -214,23 +203,12 @@ def _start_workers(
     progress: Progress,
     files: Mapping[str, str],
 ) -> MegatronGroup:
-    config = job.config
-    settings = RoleSettings(
-        model_path=config.model.path,
-        layout=layout_of(config.megatron),
-        megatron=config.megatron,
-        optim=config.optim,
-        total_updates=total_steps,
-        device=pool.pool.device,
-        seed=config.trainer.seed,
-        nccl_timeout=config.trainer.nccl_timeout,
-        external_lib=config.model.user_modules,
-        repeat_out_of_memory=config.trainer.repeat_out_of_memory,
-        lora=lora_options(config.model, config.trainer.seed),
-        adapter_path=config.model.lora_adapter_path,
-        reference_adapter=config.model.lora.reference == "adapter",
+    config, run = job.config, job.config.trainer
+    modules = config.model.user_modules
+    settings = role_settings(
+        run, pool.pool.device, modules, config.model.path, config.megatron, config.optim, total_steps, config.model,
         export_files=files,
-    )
+    )  # fmt: skip
     cost = sequence_cost(read_model_config(config.model.path), value_head=job.value_head)
     kwargs = {"settings": settings, **job.worker_arguments(phase, cost)}
     budgets = {job.update: budget(phase.micro, cost)}

@@ -23,8 +23,8 @@ from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass
 from megarl.trainer.phases.reference_phase import BatchPhase
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
-from megarl.trainer.roles.job_roles import Roles
-from megarl.trainer.state.run_identity import ID_FILE
+from megarl.trainer.roles.worker_groups import Roles
+from megarl.trainer.state.checkpoint_manifest import ID_FILE
 from megarl.trainer.state.run_state import RunState
 from megarl.workers.row_math import GENERATED_TOKENS
 
@@ -78,6 +78,7 @@ class TrainedBatches:
         return join(self._batches), join(self._trained), combine_metrics(self._metrics)
 
 
+@dataclass(eq=False)
 class PPOTrainer:
     """Runs the phases of each training step in order; workers compute, the driver decides.
 
@@ -86,24 +87,16 @@ class PPOTrainer:
         recorders: run after each step: metrics, samples, validation, user callbacks, checkpoint.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        roles: Roles,
-        phases: StepPhases,
-        recorders: Sequence[Callback],
-        state: RunState,
-        reporter: RunReporter,
-        tracing: RunTracing,
-    ) -> None:
-        self.config = config
-        self.roles = roles
-        self.phases = phases
-        self.recorders = recorders
-        self.state = state
-        self.reporter = reporter
-        self.tracing = tracing
-        self.phase = reporter.phase
+    config: TrainConfig
+    roles: Roles
+    phases: StepPhases
+    recorders: Sequence[Callback]
+    state: RunState
+    reporter: RunReporter
+    tracing: RunTracing
+
+    def __post_init__(self) -> None:
+        self.phase = self.reporter.phase
 
     def fit(self) -> RunSummary:
         """Train until the last step; resume, validate, save and report on the way.

@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -18,7 +20,7 @@ from megarl.config.correction_bounds import rejection_rules, weight_bounds
 from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig
 from megarl.data import DataProto
 from megarl.data.row_map import RowMap, map_in_process, token_part, with_tokens
-from megarl.workers.correction_rows import (
+from megarl.workers.advantage_rows import (
     CORRECTED_COLUMNS,
     ENGINE_COLUMNS,
     LOG_PROB_COLUMNS,
@@ -137,6 +139,7 @@ class TruncatedResponsesPhase:
         return with_tokens(batch, columns)
 
 
+@dataclass(eq=False)
 class PreferencePhase:
     """Redraws the rows of the batch by their scores (PF-PPO).
 
@@ -144,23 +147,17 @@ class PreferencePhase:
         seed: of the run; the draw depends on it and on the step.
     """
 
-    name = "pf_ppo"
-
-    def __init__(self, config: PFPPOConfig, seed: int, rows: RowMap = map_in_process) -> None:
-        self.rows = rows
-        self.config = config
-        self.seed = seed
+    config: PFPPOConfig
+    seed: int
+    rows: RowMap = map_in_process
+    name: ClassVar[str] = "pf_ppo"
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Return True: PF-PPO redraws the rows in every step."""
         return True
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """Draw as many rows as the batch has; ``metrics`` gets the share of different rows.
-
-        Args:
-            metrics: gets ``pf_ppo/rows_fraction``.
-        """
+        """Draw as many rows as the batch has; ``pf_ppo/rows_fraction`` is the share of different rows."""
         columns, _ = self.rows(scores_of_rows, (*MASKS, "token_level_scores"), batch)
         scores, counted = (columns.tensors[name].numpy() for name in ("scores_sums", "counted"))
         method, power = self.config.reweight_method, self.config.weight_pow

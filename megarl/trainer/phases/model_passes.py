@@ -58,6 +58,7 @@ class TeacherWorkers(Protocol):
         """Start a verb on all rows."""
 
 
+@dataclass(eq=False)
 class TeacherPhase:
     """Adds the log-probs of each row's teacher.
 
@@ -66,9 +67,8 @@ class TeacherPhase:
         teacher_key: column with that value; not read with one teacher.
     """
 
-    def __init__(self, teachers: Mapping[str, TeacherWorkers], teacher_key: str) -> None:
-        self.teachers = teachers
-        self.teacher_key = teacher_key
+    teachers: Mapping[str, TeacherWorkers]
+    teacher_key: str
 
     def submit(self, batch: DataProto, metrics: Metrics) -> PendingCall:
         """Start the pass; its result is the columns of the teachers, in the order of the rows.

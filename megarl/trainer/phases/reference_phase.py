@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, NamedTuple, Protocol
+from dataclasses import dataclass
+from typing import TYPE_CHECKING, Any, ClassVar, NamedTuple, Protocol
 
 import numpy as np
 import torch
@@ -62,6 +63,7 @@ class GroundTruths(NamedTuple):
     num_truncated: int
 
 
+@dataclass(eq=False)
 class AlignmentPhase:
     """Adds the cosine similarity of each response and its ground truth in the reference's representation space.
 
@@ -71,23 +73,13 @@ class AlignmentPhase:
         max_response_length: tokens to which ground truths are truncated.
     """
 
-    name = "repr_align"
-
-    def __init__(
-        self,
-        reference: ReferenceWorkers,
-        schedule: WeightSchedule,
-        entropy_threshold: float,
-        tokenizer: PreTrainedTokenizerBase,
-        max_response_length: int,
-        rows: RowMap = map_in_process,
-    ) -> None:
-        self.rows = rows
-        self.reference = reference
-        self.schedule = schedule
-        self.entropy_threshold = entropy_threshold
-        self.tokenizer = tokenizer
-        self.max_response_length = max_response_length
+    reference: ReferenceWorkers
+    schedule: WeightSchedule
+    entropy_threshold: float
+    tokenizer: PreTrainedTokenizerBase
+    max_response_length: int
+    rows: RowMap = map_in_process
+    name: ClassVar[str] = "repr_align"
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Return whether the bonus has a weight in this step and the policy's mean entropy is above the threshold."""

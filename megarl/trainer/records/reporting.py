@@ -23,7 +23,7 @@ from megarl.tracking.sample_files import SampleFiles, begin_samples
 from megarl.trainer.metrics.engine_mismatch import mismatch_warnings
 from megarl.trainer.metrics.step_metrics import empty_step_warnings, memory_warnings
 from megarl.trainer.records.sample_records import Sample
-from megarl.trainer.state.run_identity import ID_FILE, identify_run
+from megarl.trainer.state.checkpoint_manifest import ID_FILE, identify_run
 
 ACCURACY_PREFIX = "val-core/"
 RUN_FILES = (METRICS_FILE, BALANCE_FILE)

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.algorithms import Truncation
 from megarl.base.formatting import DTYPE_BYTES
@@ -16,7 +16,6 @@ from megarl.cluster import PerRank, wait_all, wait_ready
 from megarl.cluster.role_groups import (
     ActorGroup,
     CriticGroup,
-    MegatronGroup,
     ReferenceGroup,
     RolloutGroup,
     TeacherGroup,
@@ -37,27 +36,25 @@ from megarl.samples.replicas import ColocatedReplicas, DisaggregatedReplicas, Re
 from megarl.samples.rollout_group import build_engines, rollout_group
 from megarl.sharding import RolloutLayout, Routes, build_plan, replica_plans, sender_plans
 from megarl.trainer.roles.devices import JobPools
-from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.roles.worker_groups import (
     Progress,
+    Roles,
     budget,
     pending_device_bytes,
     reward_model_group,
+    role_settings,
     update_plan,
 )
 from megarl.workers.settings import (
     LogProbSettings,
-    MicroBatchBudget,
     RoleSettings,
     UpdatePlan,
     hidden_forms,
     layout_of,
-    lora_options,
     teacher_heads,
 )
 
 logger = logging.getLogger(__name__)
-_Group = TypeVar("_Group", bound=MegatronGroup)
 
 REFERENCE_VERBS = ("compute_ref_log_prob", "compute_ref_representations")
 """Verbs of the reference, which share one token budget."""
@@ -74,6 +71,7 @@ def run_updates(config: TrainConfig | SupervisedConfig, batches: BatchPlan, phas
     return batches.phase(phase).optimizer_steps * max(1, total_steps - skipped)
 
 
+@dataclass(eq=False)
 class RoleBuilder:
     """Builds the worker groups of a training job.
 
@@ -81,25 +79,17 @@ class RoleBuilder:
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        batches: BatchPlan,
-        total_steps: int,
-        pools: JobPools,
-        folder: Path = Path(),
-        notify: Callable[[str], None] = logger.info,
-        progress: Progress | None = None,
-        eos_token_ids: tuple[int, ...] | None = None,
-    ) -> None:
-        self.config = config
-        self.eos_token_ids = eos_token_ids
-        self.folder, self.notify = folder, notify
-        self.policy = config.actor_rollout_ref
-        self.batches = batches
-        self.total_steps = total_steps
-        self.pools = pools
-        self.progress = progress
+    config: TrainConfig
+    batches: BatchPlan
+    total_steps: int
+    pools: JobPools
+    folder: Path = Path()
+    notify: Callable[[str], None] = logger.info
+    progress: Progress | None = None
+    eos_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.policy = self.config.actor_rollout_ref
 
     def build(self) -> Roles:
         """Start all groups in parallel, build their models, and connect the weight sync.
@@ -175,8 +165,8 @@ class RoleBuilder:
         budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
         if reference is not None:
             budgets |= dict.fromkeys(REFERENCE_VERBS, reference.budget)
-        worker = "megarl.workers.actor:ActorWorker"
-        return self._group(ActorGroup, ACTOR, "actor", worker, kwargs, layout_of(actor.megatron), budgets)
+        worker, layout = "megarl.workers.actor:ActorWorker", layout_of(actor.megatron)
+        return ActorGroup("actor", worker, kwargs, layout, self.pools.of(ACTOR), budgets=budgets)
 
     def _proximal_bounds(self) -> Truncation | None:
         """Bounds of the importance weights that the actor computes with the loss."""
@@ -195,8 +185,8 @@ class RoleBuilder:
             "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
         }
         budgets = dict.fromkeys(("compute_values", "update_critic"), kwargs["plan"].budget)
-        worker = "megarl.workers.critic:CriticWorker"
-        return self._group(CriticGroup, CRITIC, "critic", worker, kwargs, layout_of(critic.megatron), budgets)
+        worker, layout = "megarl.workers.critic:CriticWorker", layout_of(critic.megatron)
+        return CriticGroup("critic", worker, kwargs, layout, self.pools.of(CRITIC), budgets=budgets)
 
     def _reference(self) -> ReferenceGroup:
         megatron = self.policy.ref.megatron
@@ -208,8 +198,8 @@ class RoleBuilder:
             "log_prob": self._log_prob("ref_log_prob"),
         }
         budgets = dict.fromkeys(REFERENCE_VERBS, kwargs["log_prob"].budget)
-        worker = "megarl.workers.reference:ReferenceWorker"
-        return self._group(ReferenceGroup, REFERENCE, "reference", worker, kwargs, layout_of(megatron), budgets)
+        worker, layout = "megarl.workers.frozen:ReferenceWorker", layout_of(megatron)
+        return ReferenceGroup("reference", worker, kwargs, layout, self.pools.of(REFERENCE), budgets=budgets)
 
     def _teachers(self) -> dict[str, TeacherGroup]:
         """One worker group per teacher, by the value that selects it."""
@@ -231,9 +221,9 @@ class RoleBuilder:
             "candidates": read_model_config(self.policy.model.path).vocab_size,
             "hidden": hidden_forms(self.config.distillation).get(name),
         }
-        worker, layout = "megarl.workers.teacher:TeacherWorker", layout_of(teacher.megatron)
+        worker, layout = "megarl.workers.frozen:TeacherWorker", layout_of(teacher.megatron)
         role, budgets = teacher_phase(name), {"compute_teacher_log_prob": micro}
-        return self._group(TeacherGroup, TEACHERS, role, worker, kwargs, layout, budgets)
+        return TeacherGroup(role, worker, kwargs, layout, self.pools.of(TEACHERS), budgets=budgets)
 
     def _served_teacher(self, name: str, server: TeacherServerConfig) -> TeacherGroup:
         """One process on the driver's node that asks the servers."""
@@ -292,19 +282,6 @@ class RoleBuilder:
         )
         return ShardingManager(plan, actor, rollout, options, members)
 
-    def _group(
-        self,
-        group_cls: type[_Group],
-        section: str,
-        role: str,
-        worker: str,
-        kwargs: dict[str, Any],
-        layout: ParallelLayout,
-        budgets: dict[str, MicroBatchBudget] | None = None,
-    ) -> _Group:
-        """Start the processes of a role on the devices of its section."""
-        return group_cls(role, worker, kwargs, layout, self.pools.of(section), budgets=budgets)
-
     def _settings(
         self,
         model_path: str,
@@ -315,21 +292,9 @@ class RoleBuilder:
         has_own_devices: bool = False,
     ) -> RoleSettings:
         updates = run_updates(self.config, self.batches, phase, self.total_steps) if phase else 0
-        return RoleSettings(
-            model_path=model_path,
-            layout=layout_of(megatron),
-            megatron=megatron,
-            optim=optim,
-            total_updates=updates,
-            device=self.pools.trainer.pool.device,
-            seed=self.config.trainer.seed,
-            nccl_timeout=self.config.trainer.nccl_timeout,
-            external_lib=self.policy.model.user_modules,
-            repeat_out_of_memory=self.config.trainer.repeat_out_of_memory,
-            lora=lora_options(adapters, self.config.trainer.seed) if adapters else None,
-            adapter_path=adapters.lora_adapter_path if adapters else None,
-            reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
-            has_own_devices=has_own_devices,
+        device, modules = self.pools.trainer.pool.device, self.policy.model.user_modules
+        return role_settings(
+            self.config.trainer, device, modules, model_path, megatron, optim, updates, adapters, has_own_devices
         )
 
     def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:

@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: its files with sizes and checksums; and the retention rule over manifests.
+"""Manifest of a checkpoint: its files with sizes and checksums; the ID of its run; the retention over manifests.
 
 ``manifest.json`` lists every file with its size and BLAKE2b digest, and has a digest of itself. A missing, truncated,
 altered or foreign file is named before anything of it is loaded.
@@ -19,17 +19,20 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import DIGEST_BYTES, FileEntry, flush_file, flush_path, read_entry
 from megarl.base.json_text import parse_json
-from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 HASH_THREADS = 8  # hashing and fsync release the interpreter lock
 _FOREIGN = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|\._.+|Thumbs\.db|desktop\.ini|\.directory|\.fuse_hidden[0-9a-f]+")
 NO_ENTRIES: Mapping[str, FileEntry] = {}
+ID_FILE = "run_id"
+"""File with the ID, in each folder that a run writes."""
+_ID_LETTERS = 20
 
 
 logger = logging.getLogger(__name__)
@@ -168,6 +171,24 @@ def is_whole(folder: Path) -> bool:
         return not list(_layout_problems(folder, read_manifest(folder)))
     except (CheckpointError, OSError):
         return False
+
+
+def identify_run(resumed: Path | None = None) -> str:
+    """Return the ID of a run: that of the checkpoint folder to resume from, or a new one.
+
+    The run's folder, checkpoints and exports have its ID. A run replaces and removes those of its own ID only, so it
+    never destroys another run's work.
+    """
+    earlier = None if resumed is None else read_run_id(resumed)
+    return earlier or uuid4().hex[:_ID_LETTERS]
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Read the ID of the run that wrote a folder; None without one."""
+    try:
+        return (folder / ID_FILE).read_text(encoding="ascii").strip() or None
+    except (OSError, ValueError):
+        return None
 
 
 def is_of_another_run(folder: Path, run_id: str | None) -> bool:

@@ -27,6 +27,7 @@ from megarl.base.checkpoint_files import POINTER
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import FileEntry
 from megarl.trainer.state.checkpoint_manifest import (
+    ID_FILE,
     NO_ENTRIES,
     Manifest,
     Retention,
@@ -35,12 +36,12 @@ from megarl.trainer.state.checkpoint_manifest import (
     is_whole,
     limit_key,
     read_manifest,
+    read_run_id,
     roles_in,
     verify_files,
     write_document,
     write_manifest,
 )
-from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
 BEST_POINTER = "best_checkpointed_iteration.txt"
 RESUME_MODES = ("auto", "must", "disable", "resume_path")

@@ -1,4 +1,4 @@
-"""A teacher in on-policy distillation: a frozen model of any size that grades the policy's responses."""
+"""Frozen policies in separate processes: the reference, and the teachers of on-policy distillation."""
 
 from __future__ import annotations
 
@@ -19,6 +19,29 @@ from megarl.workers.distillation import TEACHER_LOG_PROB, TEACHER_TOPK
 from megarl.workers.memory import FORWARD
 from megarl.workers.rows import SEQUENCES
 from megarl.workers.settings import HiddenForm, LogProbSettings, RoleSettings
+
+
+class ReferenceWorker(PolicyWorker):
+    """Computes the initial policy's log-probs and representations in separate processes, for the KL and ReprAlign."""
+
+    prefix = "ref"
+
+    def __init__(self, place: WorkerPlace, *, settings: RoleSettings, log_prob: LogProbSettings) -> None:
+        super().__init__(place, settings=settings)
+        self.log_prob = log_prob
+
+    @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
+    @offload_after
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
+        """Compute ``ref_log_prob`` of the response tokens, ``[b, R]``."""
+        result = self.log_probs(batch, self.log_prob, with_entropy=False)
+        return None if result is None else batch.token_columns({"ref_log_prob": result["log_probs"]})
+
+    @verb(Dispatch.SPLIT, phase="repr_align", columns=(*SEQUENCES, "response_mask"))
+    @offload_after
+    def compute_ref_representations(self, batch: DataProto) -> DataProto | None:
+        """Compute ``representations [b, hidden]``: means of final hidden states over the ``response_mask``."""
+        return self.representations(batch, self.log_prob.budget)
 
 
 class TeacherWorker(PolicyWorker):
