@@ -49,12 +49,8 @@ def import_file(path: str) -> ModuleType:
     return module
 
 
-def import_dotted(name: str) -> ModuleType:
-    """Import ``package.module``.
-
-    Raises:
-        ConfigError: importing it fails.
-    """
+def _import_dotted(name: str) -> ModuleType:
+    """Import ``package.module``."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -72,7 +68,7 @@ def import_user_modules(*specs: str) -> None:
         if spec.endswith(".py"):
             import_file(spec)
         else:
-            import_dotted(spec)
+            _import_dotted(spec)
 
 
 def import_spec(spec: str, label: str, kind: str) -> tuple[ModuleType, str]:
@@ -91,7 +87,7 @@ def import_spec(spec: str, label: str, kind: str) -> tuple[ModuleType, str]:
         if not path or spec.endswith(".py"):
             raise ConfigError(f"{label} {spec!r} names no {kind}; {remedy}", code="config.user-code-spec")
     try:
-        return (import_file(path) if colon else import_dotted(path)), name
+        return (import_file(path) if colon else _import_dotted(path)), name
     except ConfigError as error:
         raise ConfigError(f"{label} {spec!r}: {error.text}; {remedy}", code=error.code) from error
 

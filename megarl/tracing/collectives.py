@@ -41,7 +41,7 @@ _SHOWN = {
 }
 
 
-class CollectiveWatch:
+class _CollectiveWatch:
     """Counts collectives by group, and maps each wait to its collective."""
 
     def __init__(self) -> None:
@@ -88,14 +88,14 @@ def watch_collectives() -> None:
 
     if hasattr(Work.wait, "__megarl__"):
         return
-    watch = CollectiveWatch()
+    watch = _CollectiveWatch()
     for method in (*_COLLECTIVES, *_POINT_TO_POINT):
         if hasattr(ProcessGroup, method):
             setattr(ProcessGroup, method, _counted(watch, method, getattr(ProcessGroup, method)))
     setattr(Work, "wait", _waited(watch, Work.wait))  # noqa: B010 -- a C++ type without attribute setters
 
 
-def _counted(watch: CollectiveWatch, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(watch: _CollectiveWatch, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     name = _SHOWN.get(method, method)
 
     @functools.wraps(original)
@@ -111,7 +111,7 @@ def _counted(watch: CollectiveWatch, method: str, original: Callable[..., Any]) 
     return begin
 
 
-def _waited(watch: CollectiveWatch, original: Callable[..., Any]) -> Callable[..., Any]:
+def _waited(watch: _CollectiveWatch, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         if not TRACER.active:

@@ -1,4 +1,4 @@
-"""Tables and the closing summary of the console: a row per step, a row per data source of a validation; none print.
+"""Tables of the console: a row per step, a row per data source of a validation, and the closing summary.
 
 Phases that did not happen have no column in the step table. On a narrow terminal all phase columns are dropped.
 """
@@ -76,30 +76,28 @@ class MetricColumn:
     phase: str = ""
 
 
-def first_of(*names: str) -> Callable[[Metrics], float | None]:
-    """Return a reader of the first of these metrics that a step has."""
+def _first_of(*names: str) -> Callable[[Metrics], float | None]:
     return lambda metrics: next((metrics[name] for name in names if name in metrics), None)
 
 
-def tokens_per_second(metrics: Metrics) -> float | None:
-    """Compute the tokens per second of a step, summed over devices."""
+def _tokens_per_second(metrics: Metrics) -> float | None:
     tokens, seconds = metrics.get("perf/total_num_tokens"), metrics.get("timing_s/step")
     return tokens / seconds if tokens is not None and seconds else metrics.get("perf/throughput")
 
 
 def _phase(header: str, name: str, meaning: str) -> MetricColumn:
-    return MetricColumn(header, first_of(f"timing_s/{name}"), 4, seconds_cell, "dim", phase=meaning)
+    return MetricColumn(header, _first_of(f"timing_s/{name}"), 4, seconds_cell, "dim", phase=meaning)
 
 
 _TOTALS = (
-    MetricColumn("sec", first_of("timing_s/step"), 4, seconds_cell),
-    MetricColumn("tok/s", tokens_per_second, 5, rate_cell),
+    MetricColumn("sec", _first_of("timing_s/step"), 4, seconds_cell),
+    MetricColumn("tok/s", _tokens_per_second, 5, rate_cell),
 )
 RL_COLUMNS = (
-    MetricColumn("reward", first_of("critic/score/mean"), 6, style="bold green"),
-    MetricColumn("KL", first_of("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), 6, style="magenta"),
-    MetricColumn("entropy", first_of("actor/entropy"), 7, style="cyan"),
-    MetricColumn("len", first_of("response_length/mean"), 5, length_cell),
+    MetricColumn("reward", _first_of("critic/score/mean"), 6, style="bold green"),
+    MetricColumn("KL", _first_of("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), 6, style="magenta"),
+    MetricColumn("entropy", _first_of("actor/entropy"), 7, style="cyan"),
+    MetricColumn("len", _first_of("response_length/mean"), 5, length_cell),
     _phase("gen", "gen", "generation"),
     _phase("rew", "reward", "reward"),
     _phase("old", "old_log_prob", "old log-probs"),
@@ -114,17 +112,17 @@ RL_COLUMNS = (
     *_TOTALS,
 )
 SFT_COLUMNS = (
-    MetricColumn("loss", first_of("train/loss"), 7, style="bold green"),
-    MetricColumn("accuracy", first_of("train/accuracy"), 8, style="cyan"),
-    MetricColumn("grad norm", first_of("train/grad_norm"), 9),
-    MetricColumn("lr", first_of("train/lr"), 7, style="dim"),
+    MetricColumn("loss", _first_of("train/loss"), 7, style="bold green"),
+    MetricColumn("accuracy", _first_of("train/accuracy"), 8, style="cyan"),
+    MetricColumn("grad norm", _first_of("train/grad_norm"), 9),
+    MetricColumn("lr", _first_of("train/lr"), 7, style="dim"),
     *_TOTALS,
 )
 PAIR_COLUMNS = (
     *SFT_COLUMNS[:2],
-    MetricColumn("margin", first_of("train/margin"), 7, style="magenta"),
+    MetricColumn("margin", _first_of("train/margin"), 7, style="magenta"),
     *SFT_COLUMNS[2:4],
-    MetricColumn("val acc", first_of("val/accuracy"), 7, style="bold cyan"),
+    MetricColumn("val acc", _first_of("val/accuracy"), 7, style="bold cyan"),
     *_TOTALS,
 )
 

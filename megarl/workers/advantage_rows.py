@@ -107,7 +107,7 @@ def advantages_of_rows(
     if "turns" in estimate.needs:
         turns, counts = _turns_of(batch, options.similarity)
     if options.correction is not None:
-        weights = token_weights_of(batch, options.correction, options.mean_weight)[0]
+        weights = _token_weights_of(batch, options.correction, options.mean_weight)[0]
     advantages, returns = estimate.unwhitened(
         AdvantageInputs(
             token_level_rewards=batch.packed("token_level_rewards"),
@@ -151,7 +151,7 @@ def _turns_of(batch: DataProto, similarity: float | None) -> tuple[Turns, Tensor
     return Turns(numbers, anchor_groups(states, batch.non_tensor_batch[GROUPS].tolist(), similarity)), counts
 
 
-def token_weights_of(batch: DataProto, correction: Correction, mean: float = 1.0) -> tuple[Tensor, WeightMoments]:
+def _token_weights_of(batch: DataProto, correction: Correction, mean: float = 1.0) -> tuple[Tensor, WeightMoments]:
     """Compute the importance weights of some rows, packed ``[n]``, and their moments.
 
     Args:
@@ -171,7 +171,7 @@ def token_weights_of(batch: DataProto, correction: Correction, mean: float = 1.0
 
 def weights_of_rows(batch: DataProto, correction: Correction) -> tuple[DataProto, WeightMoments]:
     """Compute the moments of the importance weights, whose mean normalizes them, and :data:`NON_FINITE`."""
-    return DataProto.from_dict({NON_FINITE: _non_finite(batch)}), token_weights_of(batch, correction)[1]
+    return DataProto.from_dict({NON_FINITE: _non_finite(batch)}), _token_weights_of(batch, correction)[1]
 
 
 class CorrectionFacts(NamedTuple):
@@ -198,7 +198,7 @@ def corrected_of_rows(batch: DataProto, correction: Correction, mean: float = 1.
     """
     columns, weights, rejections = {}, WeightMoments(), None
     if correction.level is not None:
-        columns["rollout_is_weights"], weights = token_weights_of(batch, correction, mean)
+        columns["rollout_is_weights"], weights = _token_weights_of(batch, correction, mean)
     if correction.rules:
         trained, lengths = trained_tokens(batch), sequence_lengths(batch)[1]
         rejected, rejections = rejected_tokens(*_compared_ratios(batch), trained, correction.rules, lengths)

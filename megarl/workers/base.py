@@ -73,8 +73,7 @@ micro-batches.
 """
 
 
-def no_extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
-    """Return no columns in addition to those of the batch; the default :data:`ColumnFunction`."""
+def _no_extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
     return {}
 
 
@@ -183,7 +182,7 @@ class MegatronWorker(SavingWorker):
         columns: Sequence[str],
         loss: TokenLossFunction,
         outputs: OutputOptions = DEFAULT_OUTPUTS,
-        extra_columns: ColumnFunction = no_extra_columns,
+        extra_columns: ColumnFunction = _no_extra_columns,
     ) -> dict[str, float]:
         """Run optimizer steps over the mini-batches of this rank's rows.
 
@@ -344,7 +343,7 @@ class MegatronWorker(SavingWorker):
             sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
             value_head=self.value_head,
             optimizer=None if optim is None else optimizer_options(optim, megatron, self.settings.total_updates),
-            recompute=recompute_options(megatron),
+            recompute=_recompute_options(megatron),
             overlap=OverlapOptions(megatron.overlap_grad_reduce, megatron.overlap_param_gather),
             offload=offloaded_parts(megatron),
             lora=self.settings.lora,
@@ -389,8 +388,7 @@ def _rows_all_true(flags: Tensor, trained: Tensor, micro_batch: PackedMicroBatch
     return ((counts[0] > 0) & (counts[0] == counts[1])).sum()
 
 
-def recompute_options(megatron: MegatronConfig) -> RecomputeOptions | None:
-    """Build the recomputation options with every null resolved."""
+def _recompute_options(megatron: MegatronConfig) -> RecomputeOptions | None:
     if megatron.recompute_granularity is None:
         return None
     return RecomputeOptions(
@@ -410,7 +408,7 @@ def offloaded_parts(megatron: MegatronConfig) -> tuple[str, ...]:
 def optimizer_options(optim: OptimConfig, megatron: MegatronConfig, total_updates: int) -> OptimizerOptions:
     """Build the engine's optimizer options with every null resolved."""
     return OptimizerOptions(
-        **asdict(schedule_of(optim, total_updates)),
+        **asdict(_schedule_of(optim, total_updates)),
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
         weight_decay=optim.weight_decay,
@@ -419,12 +417,8 @@ def optimizer_options(optim: OptimConfig, megatron: MegatronConfig, total_update
     )
 
 
-def schedule_of(optim: OptimConfig, updates: int) -> LearningRateSchedule:
-    """Build the learning-rate schedule of a run.
-
-    Raises:
-        ConfigError: the lengths do not fit; the driver's preflight reports them earlier by key.
-    """
+def _schedule_of(optim: OptimConfig, updates: int) -> LearningRateSchedule:
+    """Build the learning-rate schedule of a run."""
     steps = schedule_steps(optim, updates)
     return LearningRateSchedule(
         lr=optim.lr,

@@ -50,7 +50,7 @@ class RewardModelWorker(MegatronWorker):
         return self.memory.run_pass(FORWARD, self.budget, rows, compute)
 
 
-class RewardPairs(PairRows):
+class _RewardPairs(PairRows):
     """Pairs with one output per sequence.
 
     Args:
@@ -138,8 +138,8 @@ class RewardTrainingWorker(PairTrainingWorker):
 
         return self.memory.run_pass(FORWARD, self.budget, rows, compute)
 
-    def _pairs(self, batch: DataProto) -> RewardPairs:
-        return RewardPairs(batch, self.engine.model.pad_token_id, share=self.engine.can_share_prompts)
+    def _pairs(self, batch: DataProto) -> _RewardPairs:
+        return _RewardPairs(batch, self.engine.model.pad_token_id, share=self.engine.can_share_prompts)
 
 
 def pair_loss(

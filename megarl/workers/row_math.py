@@ -247,7 +247,7 @@ def entropy_of_rows(batch: DataProto) -> tuple[DataProto, Moments]:
     return DataProto.from_dict({"counted": counted_rows(batch)}), Moments.of(entropy)
 
 
-class RowStatistics(NamedTuple):
+class _RowStatistics(NamedTuple):
     """Moments over the tokens of some rows, for the metrics of a step.
 
     Attributes:
@@ -259,7 +259,7 @@ class RowStatistics(NamedTuple):
     mismatch: RatioMoments | None
 
 
-def statistics_of_rows(batch: DataProto) -> tuple[DataProto, RowStatistics]:
+def statistics_of_rows(batch: DataProto) -> tuple[DataProto, _RowStatistics]:
     """Compute the sums of scores and rewards and ``counted`` by row, and the moments of the metrics.
 
     Args:
@@ -272,4 +272,4 @@ def statistics_of_rows(batch: DataProto) -> tuple[DataProto, RowStatistics]:
     if {"old_log_probs", "rollout_log_probs"} <= batch.tensors.keys():
         old, rollout = batch.packed("old_log_probs"), batch.packed("rollout_log_probs")
         mismatch = RatioMoments.of(old, rollout, compared_tokens(batch), sequence_lengths(batch)[1])
-    return DataProto.from_dict({"counted": counted_rows(batch), **sums}), RowStatistics(moments, mismatch)
+    return DataProto.from_dict({"counted": counted_rows(batch), **sums}), _RowStatistics(moments, mismatch)

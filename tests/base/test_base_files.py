@@ -1,4 +1,4 @@
-"""Folders that can be written, also before they exist; and the private folder, whatever another user puts in its place."""
+"""Folders that can be written, also before they exist; the private folder, whatever another user puts there."""
 
 import os
 import stat

@@ -1,4 +1,4 @@
-"""Jobs of reward functions, a stream that runs them as they arrive, and a runner in the driver; imports no torch."""
+"""Reward jobs, a stream that runs them as they arrive, and a runner in the driver; imports no torch."""
 
 from __future__ import annotations
 

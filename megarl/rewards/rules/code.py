@@ -122,7 +122,7 @@ def _outdented(code: str, width: int) -> str:
     return re.sub(rf"^[ \t]{{1,{width}}}", "", code, flags=re.MULTILINE) if width else code
 
 
-class Trial(NamedTuple):
+class _Trial(NamedTuple):
     """A program to run for one test case, and its standard input."""
 
     source: str
@@ -154,12 +154,12 @@ class TestCases:
     def __len__(self) -> int:
         return len(self.inputs) + len(self.asserts)
 
-    def trial(self, number: int, code: str) -> Trial:
+    def trial(self, number: int, code: str) -> _Trial:
         """Return the program to run for a case that is no assertion."""
         if self.function is None:
-            return Trial(code, _text(self.inputs[number]))
+            return _Trial(code, _text(self.inputs[number]))
         arguments = _arguments(self.inputs[number])
-        return Trial(code + _CALL.format(name=self.function, token=self._token), json.dumps(arguments))
+        return _Trial(code + _CALL.format(name=self.function, token=self._token), json.dumps(arguments))
 
     def passes(self, number: int, execution: Execution) -> bool:
         """Return whether the program passes a case that is no assertion."""

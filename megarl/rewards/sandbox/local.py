@@ -219,14 +219,14 @@ def _communicate(process: subprocess.Popen[bytes], stdin: bytes, limits: Sandbox
             elif now > deadline:
                 stopped = TIMEOUT
             elif now > next_check:
-                stopped = MEMORY_LIMIT if exceeds_memory(process.pid, limits.memory_mb * _MIB) else None
+                stopped = MEMORY_LIMIT if _exceeds_memory(process.pid, limits.memory_mb * _MIB) else None
                 next_check = now + _MEMORY_CHECK_S
     if stopped is None:
         process.wait()
     return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), stopped)
 
 
-def exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
+def _exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
     """Return whether a program with all its processes has more resident bytes than a limit.
 
     Pages that processes share after a fork count once. Files in anonymous memory (``memfd``) count while they are open.

@@ -62,7 +62,7 @@ def _models(config: JobT, message: Callable[[str], None], files: Sequence[str]) 
         if name is not None and is_model_name(name):
             if name not in folders:
                 message(f"{path}: {name} of the Hugging Face Hub")
-                folders[name] = download_model(name, path, config.hub.cache_dir, files)
+                folders[name] = _download_model(name, path, config.hub.cache_dir, files)
             yield path, folders[name]
 
 
@@ -80,16 +80,8 @@ def _data_keys(config: Any) -> Iterator[tuple[str, list[str]]]:
         yield f"data.mixture.{name}.files", [files] if isinstance(files, str) else files
 
 
-def download_model(text: str, label: str, cache_dir: str | None = None, files: Sequence[str] = MODEL_FILES) -> str:
-    """Download a model of the Hub, or find it in the cache; return its folder.
-
-    Args:
-        text: ``owner/name`` or ``owner/name@revision``.
-        cache_dir: folder of the cache; None = Hugging Face's.
-
-    Raises:
-        ConfigError: the Hub cannot be reached or has no such model; names the key.
-    """
+def _download_model(text: str, label: str, cache_dir: str | None = None, files: Sequence[str] = MODEL_FILES) -> str:
+    """Download a model of the Hub, or find it in the cache; return its folder."""
     match = MODEL_NAME.fullmatch(text)
     assert match is not None
     return _snapshot(match, "model", list(files), f"{label}={text}", cache_dir)

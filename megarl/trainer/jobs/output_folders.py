@@ -36,7 +36,7 @@ def check_output_folders(config: TrainConfig | SupervisedConfig, resumed: Path |
     trains = not (isinstance(config, TrainConfig) and config.trainer.val_only)
     root, export = str(trainer.default_local_dir), trainer.hf_export_dir
     conflicts = {}
-    if trains and may_save(config) and (steps := steps_of_others(CheckpointStore(root), resumed)):
+    if trains and may_save(config) and (steps := _steps_of_others(CheckpointStore(root), resumed)):
         checkpoints = count_noun(len(steps), "checkpoint")
         conflicts[CHECKPOINTS_KEY] = f"{root} holds {checkpoints} of another run, up to step {steps[-1]}"
     if trains and export is not None and _is_foreign_export(Path(export), resumed):
@@ -81,7 +81,7 @@ def claim_response_folders(config: TrainConfig, run_id: str) -> None:
             RUN_WRITER.replace(folder / ID_FILE, run_id)
 
 
-def steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
+def _steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
     """List the checkpoints of other runs that a run would replace or hide, by step.
 
     Args:
@@ -132,7 +132,7 @@ def locked_output_folders(config: JobConfig, folder: Path) -> Iterator[None]:
     """
     own = LockHolder(config.trainer.experiment_name, str(folder.resolve()))
     with ExitStack() as stack:
-        for file, key in lock_files(config, folder).items():
+        for file, key in _lock_files(config, folder).items():
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -143,7 +143,7 @@ def locked_output_folders(config: JobConfig, folder: Path) -> Iterator[None]:
         yield
 
 
-def lock_files(config: JobConfig, folder: Path) -> dict[Path, str]:
+def _lock_files(config: JobConfig, folder: Path) -> dict[Path, str]:
     """List a run's lock files with the keys of their folders, one per folder."""
     files = {folder.resolve() / LOCK_FILE: RUN_FOLDER_KEY}
     if getattr(config.trainer, "dry_run", False):

@@ -1,6 +1,9 @@
 """Preflight: checks of user code, algorithm, engine, rewards and agents before any process starts.
 
 :mod:`megarl.trainer.jobs.early_checks` has the checks that need no torch; the command line runs them first.
+
+A check raises a :class:`~megarl.base.errors.ConfigError`, ``ModelError``, ``DataError`` or ``RewardError`` that names
+the key, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -35,25 +38,17 @@ from megarl.workers.settings import schedule_steps
 
 
 def check_train(config: TrainConfig) -> None:
-    """Check user code, algorithm, engine, reward functions and agents of a training job.
-
-    Raises:
-        ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
-    """
+    """Check user code, algorithm, engine, reward functions and agents of a training job."""
     load_callbacks(config.trainer.callbacks)
     check_data_classes(config)
     check_algorithm(config)
     check_teacher_tokenizers(config)
-    check_teacher_servers(config)
+    _check_teacher_servers(config)
     check_answers(config, read_model_config(config.actor_rollout_ref.model.path))
 
 
 def check_data_classes(config: TrainConfig) -> None:
-    """Check the weights of a mixture, and the user's dataset, sampler and collate function.
-
-    Raises:
-        DataError, ConfigError: names the key, the file, and the remedy.
-    """
+    """Check the weights of a mixture, and the user's dataset, sampler and collate function."""
     data = config.data
     mixture_weights(data)
     if data.custom_cls.path is not None and not reads_its_files(data.custom_cls):
@@ -63,11 +58,7 @@ def check_data_classes(config: TrainConfig) -> None:
 
 
 def check_algorithm(config: TrainConfig) -> None:
-    """Check that estimator and loss load.
-
-    Raises:
-        ConfigError: names the key, its value, and the remedy.
-    """
+    """Check that estimator and loss load."""
     load_advantage(config.algorithm.adv_estimator)
     load_policy_loss(config.actor_rollout_ref.actor.policy_loss.loss_mode)
 
@@ -94,12 +85,8 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
             )
 
 
-def check_teacher_servers(config: TrainConfig) -> None:
-    """Check that the servers of teachers answer, have the policy's vocabulary, and take its sequences.
-
-    Raises:
-        TeacherError, ConfigError: see :func:`check_teacher_server`.
-    """
+def _check_teacher_servers(config: TrainConfig) -> None:
+    """Check that the servers of teachers answer, have the policy's vocabulary, and take its sequences."""
     policy, data, distillation = config.actor_rollout_ref.model, config.data, config.distillation
     for name, teacher in distillation.teacher_models.items() if distillation.enabled else ():
         if teacher.server.urls:
@@ -149,32 +136,20 @@ def check_teacher_server(
 
 
 def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> None:
-    """Check layout, reward functions and agents of a job that generates and scores.
-
-    Raises:
-        ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
-    """
+    """Check layout, reward functions and agents of a job that generates and scores."""
     check_generation(config, model)
     check_rewards(config)
 
 
 def check_generation(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
-    """Check layout, engine and agents of a job that generates.
-
-    Raises:
-        ModelError, ConfigError: names the key, its value, and the remedy.
-    """
-    check_context(config, model)
+    """Check layout, engine and agents of a job that generates."""
+    _check_context(config, model)
     check_engine(config, model)
     check_agent_loops(config)
 
 
-def check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
-    """Check that the longest response leaves room for a prompt; prompts are compared when they are measured.
-
-    Raises:
-        ConfigError: names the key, its value, and the remedy.
-    """
+def _check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
+    """Check that the longest response leaves room for a prompt; prompts are compared when they are measured."""
     context = context_tokens(config.actor_rollout_ref.rollout, model)
     if config.data.max_response_length >= context:
         raise ConfigError(
@@ -186,11 +161,7 @@ def check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model: 
 
 
 def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
-    """Check that the rollout engine supports the model in its layout.
-
-    Raises:
-        ModelError, ConfigError: names the key, its value, and the remedy.
-    """
+    """Check that the rollout engine supports the model in its layout."""
     policy = config.actor_rollout_ref
     rollout = policy.rollout
     layout = ParallelLayout(tp=rollout.tensor_model_parallel_size)

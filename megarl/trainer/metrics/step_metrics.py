@@ -46,7 +46,7 @@ _CAUSES = {
 """Reasons why a step may train nothing, by the metric that measures each."""
 
 
-def moments_summary(prefix: str, moments: Moments) -> Metrics:
+def _moments_summary(prefix: str, moments: Moments) -> Metrics:
     """Return ``{prefix}/{mean,max,min}`` of moments; empty for none."""
     if not moments.count:
         return {}
@@ -87,7 +87,7 @@ def batch_metrics(
     if "uid" in batch.non_tensor_batch:
         metrics |= group_spread(scores, batch.non_tensor_batch["uid"][counted.numpy()])
     for name in parts[0].trained:
-        metrics |= moments_summary(f"critic/{name}", Moments.merged([part.trained[name] for part in parts]))
+        metrics |= _moments_summary(f"critic/{name}", Moments.merged([part.trained[name] for part in parts]))
     if compared := [part.mismatch for part in parts if part.mismatch is not None]:
         moments = RatioMoments.merged(compared)
         metrics |= mismatch_metrics(moments)

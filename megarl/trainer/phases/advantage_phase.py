@@ -51,12 +51,7 @@ from megarl.workers.row_math import (
 )
 
 
-def weight_schedule(config: ScheduledWeightConfig, total_steps: int) -> WeightSchedule:
-    """Build the schedule of a reward weight over ``total_steps`` training steps.
-
-    Raises:
-        ConfigError: the shape of the schedule is unknown or malformed.
-    """
+def _weight_schedule(config: ScheduledWeightConfig, total_steps: int) -> WeightSchedule:
     warmup = warmup_steps(config.warmup_ratio, total_steps)
     return WeightSchedule(config.max_weight, warmup, load_schedule(config.schedule), config.steps)
 
@@ -75,8 +70,8 @@ class RewardShaping:
         self.rows = rows
         quality, align = config.ref_quality_score, config.repr_align
         aligns = align.enable and align.ref_alignment.enable
-        self.quality = weight_schedule(quality, total_steps) if quality.enable else None
-        self.alignment = weight_schedule(align.ref_alignment, total_steps) if aligns else None
+        self.quality = _weight_schedule(quality, total_steps) if quality.enable else None
+        self.alignment = _weight_schedule(align.ref_alignment, total_steps) if aligns else None
 
     def shape(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Add ``token_level_rewards`` to the batch if they differ from the scores, and statistics to ``metrics``.

@@ -54,7 +54,7 @@ def validation_loader(config: GenerationJobConfig, tokenizer: PreTrainedTokenize
     return _sequential_loader(config, dataset)
 
 
-class PromptOnlyDataset(RLHFDataset):
+class _PromptOnlyDataset(RLHFDataset):
     """Prompts without the columns of a reward function."""
 
     scored = False
@@ -64,7 +64,7 @@ def generation_loader(
     config: GenerationJobConfig, files: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> StatefulLoader:
     """Build the loader of prompts to generate from, in file order, with all columns of the rows."""
-    return _sequential_loader(config, _dataset(config, files, tokenizer, PromptOnlyDataset, **_held_out(config)))
+    return _sequential_loader(config, _dataset(config, files, tokenizer, _PromptOnlyDataset, **_held_out(config)))
 
 
 def _sequential_loader(config: GenerationJobConfig, dataset: Prompts) -> StatefulLoader:
@@ -152,7 +152,7 @@ def _sampler_order(sampler: Any, config: TrainConfig, dataset: Prompts) -> Sampl
     data: DataConfig = config.data
     source = dataset.source if isinstance(dataset, CustomPrompts) else dataset
     try:
-        order = sampler(data_source=source, data_config=verls_section(data))
+        order = sampler(data_source=source, data_config=_verls_section(data))
     except TypeError as error:
         raise ConfigError(
             f"data.sampler: {sampler.__name__} failed on the arguments data_source and data_config: {error}",
@@ -185,7 +185,7 @@ def _prompts(
         kind,
         files,
         tokenizer,
-        verls_section(data),
+        _verls_section(data),
         subset["max_samples"],
         reader=PromptReader(data.prompt_key, data.system_prompt, _tool_schemas(config), data.apply_chat_template),
         encoder=PromptEncoder(
@@ -289,7 +289,7 @@ def collate_function(data: DataConfig) -> Callable[..., Any] | None:
     return None if data.collate_fn is None else load_user_function(data.collate_fn, "data.collate_fn", arguments=1)
 
 
-def verls_section(data: PromptsConfig) -> DictConfig:
+def _verls_section(data: PromptsConfig) -> DictConfig:
     """Return the section ``data`` as verl's classes expect it: keys as attributes, as items, and by ``get``."""
     return OmegaConf.create(dataclasses.asdict(data))
 

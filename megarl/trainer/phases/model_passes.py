@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Protocol
 
 import numpy as np
 
@@ -13,8 +12,8 @@ from megarl.base.errors import DataError
 from megarl.base.reductions import Metrics, Total
 from megarl.cluster import PlacedPool, WorkerGroup
 from megarl.cluster.calls import PendingCall, completed_call
+from megarl.cluster.role_groups import TeacherGroup
 from megarl.data import DataProto
-from megarl.models import ParallelLayout
 
 ROW_VERB = "compute_log_prob"
 """Row functions use the data-parallel partition of this verb, so that its columns stay on their nodes."""
@@ -47,17 +46,6 @@ def simultaneous_passes(passes: Iterable[ModelPass]) -> list[list[ModelPass]]:
     return disjoint_groups(passes, lambda one: one.devices)
 
 
-class TeacherWorkers(Protocol):
-    """The part of a teacher's worker group that the phase uses."""
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Parallel sizes."""
-
-    def submit(self, verb: str, batch: DataProto) -> PendingCall:
-        """Start a verb on all rows."""
-
-
 @dataclass(eq=False)
 class TeacherPhase:
     """Adds the log-probs of each row's teacher.
@@ -67,7 +55,7 @@ class TeacherPhase:
         teacher_key: column with that value; not read with one teacher.
     """
 
-    teachers: Mapping[str, TeacherWorkers]
+    teachers: Mapping[str, TeacherGroup]
     teacher_key: str
 
     def submit(self, batch: DataProto, metrics: Metrics) -> PendingCall:
@@ -115,7 +103,7 @@ def check_teacher_keys(values: list[object] | None, valid: list[str], teacher_ke
         )
 
 
-def _graded(teacher: TeacherWorkers, rows: DataProto) -> PendingCall:
+def _graded(teacher: TeacherGroup, rows: DataProto) -> PendingCall:
     """Start to compute the teacher's columns; rows are padded to a multiple of its data-parallel ranks."""
     padded, added = rows.pad_to_divisor(teacher.layout.row_divisor)
     return teacher.submit("compute_teacher_log_prob", padded).then(lambda columns: columns.unpad(added))

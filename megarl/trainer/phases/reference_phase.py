@@ -12,10 +12,10 @@ from torch import Tensor
 
 from megarl.algorithms import Moments, WeightSchedule, row_cosine_similarity
 from megarl.base.reductions import Metrics, Total
+from megarl.cluster.role_groups import ReferenceGroup
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
 from megarl.data.row_map import RowMap, map_in_process
 from megarl.data.text_bounds import cut_middle, measured_tokens
-from megarl.models import ParallelLayout
 from megarl.workers.row_math import MASKS, counted_rows, entropy_of_rows, summary
 
 if TYPE_CHECKING:
@@ -36,17 +36,6 @@ class BatchPhase(Protocol):
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Return the batch with the columns of the phase; add its statistics to ``metrics``."""
-
-
-class ReferenceWorkers(Protocol):
-    """The part of the reference's worker group that the phase uses."""
-
-    @property
-    def layout(self) -> ParallelLayout:
-        """Parallel sizes."""
-
-    def compute_ref_representations(self, batch: DataProto) -> DataProto:
-        """Compute ``representations [b, hidden]`` of the tokens with a set ``response_mask``."""
 
 
 class GroundTruths(NamedTuple):
@@ -73,7 +62,7 @@ class AlignmentPhase:
         max_response_length: tokens to which ground truths are truncated.
     """
 
-    reference: ReferenceWorkers
+    reference: ReferenceGroup
     schedule: WeightSchedule
     entropy_threshold: float
     tokenizer: PreTrainedTokenizerBase

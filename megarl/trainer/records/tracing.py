@@ -151,7 +151,7 @@ def role_profiles(config: TrainConfig, folder: Path, device: str) -> dict[str, R
         return {}
     if keys.tool != "torch" and device == "cpu":
         raise ConfigError(f"global_profiler.tool={keys.tool}: {needs_cuda(keys.tool)}", code="timeline.needs-cuda")
-    options = profile_options(keys, Path(keys.save_path or folder / PROFILES).absolute())
+    options = _profile_options(keys, Path(keys.save_path or folder / PROFILES).absolute())
     chosen = {ROLES[path]: _ranks(profiler) for path, profiler in config.role_profilers.items()}
     return {role: RoleProfile(options, ranks) for role, ranks in chosen.items() if ranks is not None}
 
@@ -163,8 +163,7 @@ def _ranks(profiler: RoleProfilerConfig) -> tuple[int, ...] | None:
     return () if profiler.all_ranks else tuple(profiler.ranks)
 
 
-def profile_options(keys: ProfilerConfig, folder: Path) -> ProfileOptions:
-    """Build the options that a process gives its profiler."""
+def _profile_options(keys: ProfilerConfig, folder: Path) -> ProfileOptions:
     tools: ToolConfig = keys.global_tool_config
     return ProfileOptions(
         tool=str(keys.tool),
@@ -176,7 +175,7 @@ def profile_options(keys: ProfilerConfig, folder: Path) -> ProfileOptions:
     )
 
 
-class ProfiledSteps:
+class _ProfiledSteps:
     """Starts and stops the profilers of the processes for the chosen steps."""
 
     def __init__(self, keys: ProfilerConfig, processes: RunProcesses, message: Callable[[str], None]) -> None:
@@ -246,7 +245,7 @@ class RunTracing:
         later: LaterLimits = NO_OTHERS,
     ) -> None:
         self.processes = pool.processes
-        self._profiler = ProfiledSteps(profiled, self.processes, message) if profiles and profiled else None
+        self._profiler = _ProfiledSteps(profiled, self.processes, message) if profiles and profiled else None
         self._watchdog = Watchdog(config.watchdog, folder, self.processes, message, later)
         self.options = TracingOptions(self._watchdog.limits.any, config.timeline.enable, dict(profiles))
         self.processes.options = self.options

@@ -240,10 +240,10 @@ def _file_names(folder: Path) -> list[str]:
                 )
             if stat.S_ISREG(mode):
                 names.append(path.relative_to(folder).as_posix())
-    foreign = [name for name in names if is_foreign(name)]
+    foreign = [name for name in names if _is_foreign(name)]
     if foreign:
         _warn_once(f"checkpoint {folder}: ignored, not written by megarl: {', '.join(foreign)}")
-    return sorted(name for name in names if name != MANIFEST and not is_foreign(name))
+    return sorted(name for name in names if name != MANIFEST and not _is_foreign(name))
 
 
 @cache
@@ -251,7 +251,7 @@ def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-def is_foreign(name: str) -> bool:
+def _is_foreign(name: str) -> bool:
     """Return whether a file belongs to a file system (``.nfs...``) or desktop (``.DS_Store``), not to a checkpoint."""
     return _FOREIGN.fullmatch(name.rpartition("/")[2]) is not None
 

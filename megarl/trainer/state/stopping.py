@@ -166,7 +166,7 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            leave_lost_terminal()
+            _leave_lost_terminal()
             if stop.requested is not None:
                 return
         reason = _REASONS[signal.Signals(number)]
@@ -185,7 +185,7 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
         restore(handled)
 
 
-def leave_lost_terminal() -> None:
+def _leave_lost_terminal() -> None:
     """Redirect standard output and error to ``/dev/null`` where their terminal is closed.
 
     A write to a closed terminal raises, and would end the run before its save.
