@@ -31,7 +31,6 @@ class Gpu:
         uncorrectable: uncorrectable ECC errors since the driver was loaded; None = no ECC.
         remapping: state of row remapping: ``failure``, ``pending``, or empty.
         persistent: whether the driver stays loaded on an idle GPU (persistence mode).
-        exclusive: whether only one process may use it.
     """
 
     name: str

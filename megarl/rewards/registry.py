@@ -102,9 +102,6 @@ def custom_reward_spec(path: str, name: str) -> str:
 def load_reward_function(spec: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
     """Import the reward function of a spec and check its signature.
 
-    Args:
-        spec: a registered name, ``path.py:function``, or ``package.module.function``.
-
     Raises:
         RewardFunctionError: the name, file, module or function is missing, importing it fails, or the signature does
             not fit.

@@ -137,7 +137,6 @@ class ProcessReport:
         stacks: stacks of all its threads, as text; empty if it wrote none.
         frames: frames of its followed thread (:meth:`Tracer.follow_thread`), innermost first.
         taken_ns: time of the observation on the machine's monotonic clock.
-        command: command line of a process without a role.
     """
 
     pid: int

@@ -51,11 +51,7 @@ class TraceFile:
             self._line({"ph": "M", "name": "process_labels", "pid": process, "args": {"labels": labels}})
 
     def write(self, process: int, events: Iterable[Event], offset_ns: int = 0) -> None:
-        """Write the events of a process.
-
-        Args:
-            offset_ns: offset of its clock from this machine's clock.
-        """
+        """Write the events of a process."""
         for event in events:
             start = (event.start_ns - offset_ns - self._origin_ns) / 1000
             line: dict[str, Any] = {"ph": event.kind, "name": event.name, "ts": start, "pid": process}

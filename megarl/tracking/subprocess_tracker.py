@@ -51,10 +51,6 @@ class TrackerError(Exception):
 class SubprocessTracker(Tracker):
     """Runs a tracker in a subprocess; its setup has passed :func:`megarl.tracking.check_trackers`.
 
-    Args:
-        name: entry of ``trainer.logger``; the subprocess imports the class.
-        run: description of the run; ``timeout_s`` limits each call.
-
     Attributes:
         attempts: attempts to send a record that is refused or kills the process.
         pauses_s: first and longest pause after a failure; the pause doubles with each failure.

@@ -191,7 +191,6 @@ def corrected_of_rows(batch: DataProto, correction: Correction, mean: float = 1.
 
     Args:
         batch: with :data:`CORRECTED_COLUMNS`.
-        mean: divides the importance weights.
 
     Returns:
         These columns with :data:`NON_FINITE`; and the statistics.
@@ -211,7 +210,6 @@ def engine_log_probs_of_rows(batch: DataProto, version: int | None) -> tuple[Dat
     """Use the engine's log-probs as ``old_log_probs``; a ``version`` adds ``proximal_fractions``.
 
     Args:
-        batch: with :data:`ENGINE_COLUMNS`.
         version: weight version of the proximal policy, which a log-linear estimate needs; None = no estimate.
     """
     columns = {"old_log_probs": batch.packed("rollout_log_probs")}

@@ -40,7 +40,7 @@ from megarl.megatron.runtime.device_memory import read_device_memory
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb
-from megarl.workers.memory import UPDATE, MemoryBudgets
+from megarl.workers.memory import FORWARD, UPDATE, MemoryBudgets
 from megarl.workers.rows import PackedRows
 from megarl.workers.saving import SavingWorker
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan, schedule_steps
@@ -63,14 +63,9 @@ class TokenLosses(NamedTuple):
 
 
 TokenLossFunction = Callable[[Any, PackedMicroBatch], TokenLosses]
-"""Computes the losses from the model's outputs and their micro-batch, which has the requested columns and
-``response_mask``.
-"""
+"""Computes the losses from the model's outputs and a micro-batch with the requested columns and ``response_mask``."""
 ColumnFunction = Callable[[PackedRows, range, Sequence[Sequence[int]]], Mapping[str, Tensor]]
-"""Computes packed columns over a mini-batch's response tokens from all rows, the mini-batch's rows and its
-micro-batches.
-
-"""
+"""Computes packed columns over a mini-batch's response tokens from all rows, its rows, and its micro-batches."""
 
 
 def _no_extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
@@ -268,6 +263,25 @@ class MegatronWorker(SavingWorker):
     def packed_rows(self, batch: DataProto, budget: MicroBatchBudget) -> PackedRows:
         """Prepare the rows of a batch for packing; shares prompts if the budget and the engine allow it."""
         return PackedRows(batch, share_prompts=budget.share_prompts and self.engine.can_share_prompts)
+
+    def forward_pass(
+        self,
+        rows: PackedRows,
+        budget: MicroBatchBudget,
+        read: Callable[[Sequence[Sequence[int]], Sequence[Any]], _Result],
+        pack: Callable[[Sequence[int]], PackedMicroBatch] | None = None,
+        options: OutputOptions = DEFAULT_OUTPUTS,
+    ) -> _Result | None:
+        """Compute outputs of all rows without gradients; ``read`` builds the result from groups of rows and outputs.
+
+        None on ranks before the last pipeline stage.
+        """
+
+        def compute(groups: Sequence[Sequence[int]]) -> _Result | None:
+            outputs = self.engine.forward([(pack or rows.pack)(group) for group in groups], options)
+            return None if outputs is None else read(groups, outputs)
+
+        return self.memory.run_pass(FORWARD, budget, rows, compute)
 
     def counts_over_dp(self, count: int) -> list[int]:
         """Gather one number of every data-parallel rank; communicates."""

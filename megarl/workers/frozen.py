@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -100,16 +101,13 @@ class TeacherWorker(PolicyWorker):
         rows = self.packed_rows(batch, self.log_prob.budget)
         options = OutputOptions(self.log_prob.temperature, top=self.topk, vocab_size=self.log_prob.vocab_size)
 
-        def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
-            outputs = self.engine.forward([rows.pack(group) for group in groups], options)
-            if outputs is None:
-                return None
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[Any]) -> dict[str, Tensor]:
             return {
                 TEACHER_IDS: rows.unpack(groups, [output.top.ids for output in outputs]),
                 TEACHER_TOPK: rows.unpack(groups, [output.top.log_probs for output in outputs]),
             }
 
-        return self.memory.run_pass(FORWARD, self.log_prob.budget, rows, compute)
+        return self.forward_pass(rows, self.log_prob.budget, read, options=options)
 
 
 def hidden_columns(states: Tensor, form: HiddenForm) -> dict[str, Tensor]:
@@ -117,7 +115,6 @@ def hidden_columns(states: Tensor, form: HiddenForm) -> dict[str, Tensor]:
 
     Args:
         states: packed ``[n, hidden]``.
-        form: common to all teachers.
     """
     states = states.to(getattr(torch, form.dtype))
     if states.shape[1] < form.width:

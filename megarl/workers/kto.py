@@ -17,7 +17,6 @@ from megarl.megatron import PolicyOutputs
 from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.memory import FORWARD
 from megarl.workers.preference import REF_LOG_PROB, PreferenceTrainingWorker, ResponsePairs
 from megarl.workers.rows import SAMPLE_IDS
 
@@ -33,7 +32,6 @@ class _LabelledRows(ResponsePairs):
 
     Args:
         batch: needs the columns of :data:`COLUMNS_READ`.
-        share: compute the prompt of a row once if both of its sequences are in a micro-batch.
     """
 
     names: ClassVar[tuple[str, str]] = (KTO_COLUMNS[OWN], KTO_COLUMNS[MISMATCHED])
@@ -136,13 +134,10 @@ class KTOWorker(PreferenceTrainingWorker):
     def _log_probs(self, rows: _LabelledRows, sequences: Sequence[int]) -> dict[tuple[int, int], Tensor] | None:
         """Log-probs of the response tokens of some sequences under the current weights; None before the last stage."""
 
-        def compute(groups: Sequence[Sequence[int]]) -> dict[tuple[int, int], Tensor] | None:
-            outputs = self.engine.forward([rows.pack_sequences(group, sequences) for group in groups])
-            if outputs is None:
-                return None
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[PolicyOutputs]) -> dict[tuple[int, int], Tensor]:
             return rows.by_sequence(groups, sequences, [output.log_probs for output in outputs])
 
-        return self.memory.run_pass(FORWARD, self.budget, rows, compute)
+        return self.forward_pass(rows, self.budget, read, lambda group: rows.pack_sequences(group, sequences))
 
     def _rows(self, batch: DataProto) -> _LabelledRows:
         return _LabelledRows(batch, share=self.engine.can_share_prompts)

@@ -16,7 +16,6 @@ from megarl.megatron import PolicyOutputs
 from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.memory import FORWARD
 from megarl.workers.rows import SAMPLE_IDS
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
 from megarl.workers.supervised import PAIRS, PairRows, PairTrainingWorker
@@ -35,7 +34,6 @@ class ResponsePairs(PairRows):
 
     Args:
         batch: needs the columns of :data:`PROMPT_TOKENS`, too.
-        share: compute the common prompt of a pair once.
     """
 
     def __init__(self, batch: DataProto, *, share: bool) -> None:
@@ -130,11 +128,10 @@ class PreferenceWorker(PreferenceTrainingWorker):
     def _log_probs(self, rows: ResponsePairs) -> dict[int, Tensor] | None:
         """Log-probs of each pair's response tokens under the current weights; None before the last stage."""
 
-        def compute(groups: Sequence[Sequence[int]]) -> dict[int, Tensor] | None:
-            outputs = self.engine.forward([rows.pack_pairs(group) for group in groups])
-            return None if outputs is None else rows.by_row(groups, [output.log_probs for output in outputs])
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[PolicyOutputs]) -> dict[int, Tensor]:
+            return rows.by_row(groups, [output.log_probs for output in outputs])
 
-        return self.memory.run_pass(FORWARD, self.budget, rows, compute)
+        return self.forward_pass(rows, self.budget, read, rows.pack_pairs)
 
     def _pairs(self, batch: DataProto) -> ResponsePairs:
         return ResponsePairs(batch, share=self.engine.can_share_prompts)

@@ -41,13 +41,10 @@ class RewardModelWorker(MegatronWorker):
         """Compute ``rm_scores`` of the rows, prompt and response, ``[b]``; None on non-owner ranks."""
         rows, pad = self.packed_rows(batch, self.budget), self.engine.model.pad_token_id
 
-        def compute(groups: Sequence[Sequence[int]]) -> DataProto | None:
-            outputs = self.engine.forward([rows.pack_whole(group, pad) for group in groups])
-            if outputs is None:
-                return None
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[ValueOutputs]) -> DataProto:
             return DataProto.from_dict({"rm_scores": rows.per_row(groups, [output.values for output in outputs])})
 
-        return self.memory.run_pass(FORWARD, self.budget, rows, compute)
+        return self.forward_pass(rows, self.budget, read, lambda group: rows.pack_whole(group, pad))
 
 
 class _RewardPairs(PairRows):

@@ -34,7 +34,6 @@ class PackedRows:
 
     Args:
         batch: needs ``prompts``, ``responses`` and ``attention_mask``; response-aligned columns are read on demand.
-        share_prompts: compute a prompt once for all its rows in a micro-batch.
     """
 
     def __init__(self, batch: DataProto, *, share_prompts: bool = False) -> None:

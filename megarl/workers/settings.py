@@ -79,7 +79,6 @@ class RoleSettings:
         total_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
         nccl_timeout: seconds after which an incomplete collective fails.
         external_lib: user modules to import first, as ``path.py`` or ``package.module``.
-        repeat_out_of_memory: after an out-of-memory error, repeat the pass with smaller micro-batches.
         lora: low-rank adapters, which alone are trained; None = all weights are.
         adapter_path: folder of adapters in peft's format to continue from.
         reference_adapter: the reference policy has those adapters; otherwise it is the model without adapters.
@@ -448,8 +447,6 @@ class ScheduleSteps(NamedTuple):
     Attributes:
         warmup: steps of the warm-up, part of ``total``.
         wsd_decay: steps of the decay of ``wsd``, part of ``total``.
-        warmup_key: key in the optimizer's section that defines ``warmup``.
-        wsd_decay_key: key that defines ``wsd_decay``.
     """
 
     total: int

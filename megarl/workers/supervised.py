@@ -48,7 +48,6 @@ class PairRows(PackedRows):
 
     Args:
         batch: needs the columns of :data:`PAIRS`.
-        share: compute the common first tokens of a pair once.
     """
 
     names: ClassVar[tuple[str, str]] = ("chosen", "rejected")

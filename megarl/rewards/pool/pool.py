@@ -55,7 +55,6 @@ class RewardPool:
 
     Args:
         max_retries: further attempts after an infrastructure failure, such as a dead process.
-        preload: functions that processes load at the start; the others are loaded on first use.
         logs: log folder of the run, for ``reward-<number>.log``; None = output of this process.
         first: number of the first process in the names of log files.
     """

@@ -50,7 +50,6 @@ class EvaluatedModel:
     """A model of which only headers have been read.
 
     Attributes:
-        source: folder of its weights.
         step: training step, by the name of the checkpoint folder; 0 without one.
     """
 
@@ -214,7 +213,6 @@ class FrozenReplicas:
 
     Args:
         config: complete; its model path is a Hugging Face folder.
-        eos_token_ids: tokens that end every sequence.
 
     Raises:
         WorkerError: a process failed.

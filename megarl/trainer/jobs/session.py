@@ -38,9 +38,6 @@ ContextT = TypeVar("ContextT", bound=AbstractContextManager[object])
 def open_job(config: JobT, output_dir: Path, **console: Any) -> Iterator[JobSession[JobT]]:
     """Open the console of a job and the checkpoint to resume from; close everything at the end of the block.
 
-    Args:
-        **console: further arguments of :class:`~megarl.tracking.Console`.
-
     Raises:
         ConfigError: a deadline in the environment is malformed.
         CheckpointError: the checkpoint to resume from is missing, corrupt or of another model.
@@ -58,7 +55,6 @@ class JobSession(Generic[JobT]):
     the processes, and :meth:`starting_workers` encloses the start of the worker groups.
 
     Attributes:
-        stop: decides when a training job ends early.
         resume: checkpoint that a training job resumes from; None = start at step 0.
         run_id: ID of the run; a resumed run keeps it.
         started: time at which the command was entered, of ``time.monotonic``.

@@ -37,12 +37,10 @@ class StepPhases:
     """Phases of a training step, selected from the configuration when the trainer is built.
 
     Attributes:
-        samples: source of scored samples.
         passes: log-probs of the policy, the reference and the teachers, and values. Those of a group run at the same
             time, on separate devices.
         reference: further passes over the reference, which read the columns of ``passes``; empty without them.
         shaping: from scores to shaped rewards.
-        advantage: from rewards to advantages.
         correction: change the rows, weights and mask that the updates train on.
         updates: optimizer steps of critic and actor; those of a group run at the same time.
     """

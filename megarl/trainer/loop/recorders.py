@@ -49,8 +49,6 @@ class StepMetrics(Callback):
     Also collects the pass metrics of frozen roles; trained roles report theirs with the update.
 
     Args:
-        frozen: worker groups with a model that is not trained.
-        compare_log_probs: compare the log-probs of engine and actor in every step.
         explained: in step 1, compare the difference with this one, see :func:`batch_metrics`; None = do not.
     """
 
@@ -250,12 +248,7 @@ def build_recorders(
     reporter: RunReporter,
     callbacks: Sequence[Callback],
 ) -> list[Callback]:
-    """Build the recorders of a run, with the user callbacks before metrics are logged.
-
-    Args:
-        frozen: worker groups with a model that is not trained, in processes of their own.
-        validator: None = no validation.
-    """
+    """Build the recorders of a run, with the user callbacks before metrics are logged."""
     # In bypass mode, or with an estimate, the actor computes no log-probs to compare the engine's with.
     computes = not (config.algorithm.rollout_correction.bypass_mode or config.estimates_proximal_policy)
     compare_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs and computes

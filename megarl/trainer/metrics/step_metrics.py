@@ -148,7 +148,6 @@ def throughput_metrics(
     Args:
         trained: rows of the updates.
         seconds: wall seconds per phase, including ``step``.
-        num_devices: devices of all roles.
         hidden: part of these seconds during a longer phase, per phase.
     """
     tokens = phase_tokens(batch, seconds, trained)

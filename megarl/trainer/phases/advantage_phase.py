@@ -220,7 +220,6 @@ class AdvantagePhase:
         """Estimate advantages from the tokens of rows, of groups, or of the whole batch, by the estimator's scope.
 
         Args:
-            batch: with rewards, or with scores for ``terms``.
             terms: penalties; the result then has the columns of :func:`penalized_rewards_of_rows` too.
         """
         config, gigpo, scope = self.config, self.config.gigpo, self.estimate.scope

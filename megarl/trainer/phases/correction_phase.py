@@ -45,7 +45,6 @@ class RolloutCorrectionPhase:
         version: returns the version of the last weight sync, that of the proximal policy; read with ``loglinear``.
 
     Attributes:
-        correction: weights and rules to apply.
         reads_rollout: whether ``old_log_probs`` are the engine's (bypass mode, and ``loglinear``).
     """
 
@@ -168,9 +167,6 @@ class PreferencePhase:
 
 def _check_finite(batch: DataProto, non_finite: Tensor) -> None:
     """Check that the compared tokens have finite log-probs.
-
-    Args:
-        non_finite: column :data:`NON_FINITE` of the row functions.
 
     Raises:
         DataError: names the first row and token without.

@@ -51,7 +51,6 @@ class TeacherPhase:
     """Adds the log-probs of each row's teacher.
 
     Args:
-        teachers: worker groups by the value that selects them.
         teacher_key: column with that value; not read with one teacher.
     """
 

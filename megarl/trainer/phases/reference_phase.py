@@ -59,7 +59,6 @@ class AlignmentPhase:
     Args:
         schedule: weight of the bonus by step; a step with weight 0 skips the phase.
         entropy_threshold: mean entropy, in nats, above which the phase runs.
-        max_response_length: tokens to which ground truths are truncated.
     """
 
     reference: ReferenceGroup

@@ -48,7 +48,6 @@ class Validator:
     """Evaluates the policy on held-out prompts.
 
     Args:
-        rollouts: generates the samples.
         rewards: scores them; the validation metric is this reward.
         loader: held-out prompts, in file order.
 
@@ -202,8 +201,6 @@ def expected_extreme(values: np.ndarray, k: int, *, largest: bool) -> tuple[floa
 
     Args:
         values: ``[n]``, n >= k.
-        k: size of a subset.
-        largest: the largest value of a subset, else the smallest.
     """
     ordered = np.sort(values) if largest else np.sort(values)[::-1]
     subsets = math.comb(len(values), k)
@@ -220,7 +217,6 @@ def expected_majority(values: np.ndarray, votes: np.ndarray, k: int) -> tuple[fl
     Args:
         values: of each sample, ``[n]``.
         votes: number of each sample's answer, from 0, ``[n]`` int.
-        k: size of a subset.
     """
     members = subsets(len(values), k)
     ballots = np.eye(int(votes.max()) + 1)[votes]

@@ -180,10 +180,6 @@ class RunReporter:
         """Log the metrics of a step with its timings.
 
         Warns on the console of repeated passes, empty updates and a rollout mismatch.
-
-        Args:
-            metrics: without timings.
-            tokens: number of tokens that each phase processed.
         """
         for sentence in (*memory_warnings(metrics), *empty_step_warnings(metrics), *mismatch_warnings(metrics)):
             self.console.warn(f"step {step}: {sentence}")

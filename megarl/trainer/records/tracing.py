@@ -140,9 +140,6 @@ class Timeline:
 def role_profiles(config: TrainConfig, folder: Path, device: str) -> dict[str, RoleProfile]:
     """Build the profiler options of each role; empty if no step is profiled.
 
-    Args:
-        device: ``cpu`` or ``cuda``.
-
     Raises:
         ConfigError: the tool needs CUDA, and the run is on CPU.
     """

@@ -35,7 +35,6 @@ class Roles:
 
     Attributes:
         reference: computes log-probs and representations; the actor's group if the actor holds the reference's weights.
-        reward_model: scores samples.
         teachers: grade tokens in distillation, by the value that selects them; empty without distillation.
         replicas: rollout replicas, which get the actor's weights.
     """

@@ -148,10 +148,6 @@ class CheckpointSaver:
     ) -> None:
         """Start a save; return when the state may change again, for asynchronous roles before it is written.
 
-        Args:
-            write_driver_files: writes the files of the driver into a folder.
-            score: validation score of these weights.
-
         Raises:
             WorkerError: a worker died. Other failures are reported to the user.
         """

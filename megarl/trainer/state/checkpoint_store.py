@@ -58,7 +58,6 @@ class CheckpointStore:
     Args:
         retention: selects the checkpoints to keep; by default all.
         run_id: ID of the run, written into its checkpoints; None = no ID.
-        overwrite: replace the checkpoints of other runs at the first save.
     """
 
     def __init__(

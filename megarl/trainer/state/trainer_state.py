@@ -119,9 +119,6 @@ class TrainerState:
     def check_contents(self, role: str, load_contents: Collection[str], key: str) -> None:
         """Reject a checkpoint that lacks contents to restore.
 
-        Args:
-            key: configuration key of ``load_contents``.
-
         Raises:
             CheckpointError: names the missing contents, and the value to set instead.
         """
@@ -194,11 +191,7 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 class Encoder:
-    """Converts values to JSON; the bytes of large arrays go to a file.
-
-    Args:
-        arrays: the file, open for writing.
-    """
+    """Converts values to JSON; the bytes of large arrays go to a file."""
 
     def __init__(self, arrays: BinaryIO) -> None:
         self._arrays = arrays
@@ -244,11 +237,7 @@ class Encoder:
 
 
 class Decoder:
-    """Restores the values of :class:`Encoder`.
-
-    Args:
-        arrays: path of the file with large arrays.
-    """
+    """Restores the values of :class:`Encoder`."""
 
     def __init__(self, arrays: Path) -> None:
         self._arrays = arrays
