@@ -240,15 +240,14 @@ def thread_frames(stacks: str, thread: int) -> tuple[Frame, ...]:
 
 
 def _report(pid: int, stacks: str, with_children: bool) -> ProcessReport:
-    children = [_child(child) for child in child_pids(pid)] if with_children else []
+    children = [
+        ProcessReport(child, process_state(child), taken_ns=time.monotonic_ns(), command=_command(child))
+        for child in (child_pids(pid) if with_children else ())
+    ]
     board = read_board(pid)
     command = _command(pid) if board is None else ""
     frames = thread_frames(stacks, board.thread if board is not None else _main_thread(pid))
     return ProcessReport(pid, process_state(pid), board, stacks, frames, time.monotonic_ns(), command, tuple(children))
-
-
-def _child(pid: int) -> ProcessReport:
-    return ProcessReport(pid, process_state(pid), taken_ns=time.monotonic_ns(), command=_command(pid))
 
 
 def _is_complete(file: Path, texts: dict[int, str], pid: int) -> bool:

@@ -31,7 +31,6 @@ from megarl.trainer.phases.data_loading import mixture_weights, training_files, 
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
 from megarl.trainer.roles.worker_groups import Progress, budget, role_settings
-from megarl.trainer.state.checkpoint_manifest import ID_FILE
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
 
 TARGET_WINDOW = 10
@@ -138,7 +137,7 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         console.message(workers.describe())
         with session.training(state, reporter):
             _fit(job, workers, state, reporter, session.tracing)
-            return _close(config, workers, state, reporter)
+            return reporter.close_training(state, config.trainer.hf_export_dir, workers.export_hf)
 
 
 def _fit(
@@ -148,7 +147,8 @@ def _fit(
     tracing.begin_step(0)
     state.restore([workers])
     target = job.config.trainer.target_accuracy
-    recent = deque(_past_accuracies(reporter.metrics_file), TARGET_WINDOW)
+    past = [row["train/accuracy"] for row in read_metrics(reporter.metrics_file) if "train/accuracy" in row]
+    recent = deque(past, TARGET_WINDOW)
     rows = job.config.data.train_batch_size
     for batch in state.remaining_prompts(rows) if not _reached(recent, target) else ():
         tracing.begin_step(state.step)
@@ -170,25 +170,6 @@ def _fit(
         if state.must_save():
             with reporter.phase("save_checkpoint"):
                 state.save([workers], reporter.lasting_files)
-
-
-def _close(config: SupervisedConfig, workers: MegatronGroup, state: RunState, reporter: RunReporter) -> RunSummary:
-    """Complete the last save, and export the model unless the run ended early."""
-    stop_message = state.finish()
-    folder = None if stop_message else str(config.trainer.hf_export_dir)
-    if stop_message:
-        reporter.console.warn(stop_message)
-    if folder:
-        with reporter.console.phase("export", announce=True):
-            workers.export_hf(folder, {ID_FILE: reporter.run_id})
-    summary = reporter.finish(folder, state.stopped)
-    state.check_last_save()
-    return summary
-
-
-def _past_accuracies(metrics_file: Path) -> list[float]:
-    """Accuracies of the steps before a resume."""
-    return [row["train/accuracy"] for row in read_metrics(metrics_file) if "train/accuracy" in row]
 
 
 def _reached(recent: Collection[float], target: float | None) -> bool:

@@ -24,7 +24,6 @@ from megarl.trainer.phases.reference_phase import BatchPhase
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
 from megarl.trainer.roles.worker_groups import Roles
-from megarl.trainer.state.checkpoint_manifest import ID_FILE
 from megarl.trainer.state.run_state import RunState
 from megarl.workers.row_math import GENERATED_TOKENS
 
@@ -245,17 +244,10 @@ class PPOTrainer:
     def close(self) -> RunSummary:
         """Complete the last save, export the policy if configured, and write the summary."""
         self.phases.samples.close()
-        stop_message = self.state.finish()
         trainer = self.config.trainer
         folder = None if trainer.val_only else trainer.hf_export_dir
-        if stop_message:
-            folder = None  # there is no time for it, and the run is not over
-            self.reporter.console.warn(stop_message)
-        if folder:
-            with self.reporter.console.phase("export", announce=True):
-                self.roles.actor.export_hf(folder, {ID_FILE: self.reporter.run_id})
+        return self.reporter.close_training(self.state, folder, self.roles.actor.export_hf, self._end_recorders)
+
+    def _end_recorders(self) -> None:
         for recorder in self.recorders:
             recorder.on_train_end(self.view())
-        summary = self.reporter.finish(folder, self.state.stopped)
-        self.state.check_last_save()
-        return summary

@@ -24,6 +24,7 @@ from megarl.trainer.metrics.engine_mismatch import mismatch_warnings
 from megarl.trainer.metrics.step_metrics import empty_step_warnings, memory_warnings
 from megarl.trainer.records.sample_records import Sample
 from megarl.trainer.state.checkpoint_manifest import ID_FILE, identify_run
+from megarl.trainer.state.run_state import RunState
 
 ACCURACY_PREFIX = "val-core/"
 RUN_FILES = (METRICS_FILE, BALANCE_FILE)
@@ -104,15 +105,12 @@ class RunReporter:
         begin_samples(folder / "samples", resumed_step)
         self.samples = {kind: SampleFiles(folder / "samples" / kind) for kind in ("train", "validation")}
         if resumed_from is not None:
-            self._copy_run_files(resumed_from[0])
+            for name in RUN_FILES:
+                if (resumed_from[0] / name).exists():
+                    shutil.copyfile(resumed_from[0] / name, folder / name)
             self._accuracy_before = _accuracy_of_start(self.metrics_file)
         self._balance = BalanceFile(folder / BALANCE_FILE, resumed_step)
         self.trackers = self._open_trackers(resumed_step)
-
-    def _copy_run_files(self, checkpoint: Path) -> None:
-        for name in RUN_FILES:
-            if (checkpoint / name).exists():
-                shutil.copyfile(checkpoint / name, self.folder / name)
 
     def _open_trackers(self, resumed_step: int | None) -> Trackers:
         RUN_WRITER.replace(self.folder / ID_FILE, self.run_id)
@@ -236,6 +234,33 @@ class RunReporter:
             RUN_WRITER.replace(Path(path), text)
         RUN_WRITER.close()
         self.console.summary(values, self.config.experiment_name)
+
+    def close_training(
+        self,
+        state: RunState,
+        folder: str | None,
+        export: Callable[[str, Mapping[str, str]], object],
+        at_end: Callable[[], None] = lambda: None,
+    ) -> RunSummary:
+        """Complete the last save, export the model to ``folder``, and write the summary.
+
+        Args:
+            folder: None = no export. A run that ends early exports nothing.
+            at_end: called before the trackers close.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        if stop_message := state.finish():
+            folder = None  # there is no time for it, and the run is not over
+            self.console.warn(stop_message)
+        if folder:
+            with self.console.phase("export", announce=True):
+                export(folder, {ID_FILE: self.run_id})
+        at_end()
+        summary = self.finish(folder, state.stopped)
+        state.check_last_save()
+        return summary
 
     def interrupted(self, stopped: str) -> dict[str, str]:
         """Return the summary files, by path, of a run that ends now without a word."""

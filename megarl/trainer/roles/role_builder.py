@@ -104,7 +104,7 @@ class RoleBuilder:
         if hybrid:
             pool = pool.joined(self.pools.trainer)
         actor, rollout = self._actor(), rollout_group(self.policy, pool, hybrid, self.eos_token_ids)
-        critic = self._critic() if self._has_critic() else None
+        critic = self._critic() if self.config.uses_critic and not self.config.trainer.val_only else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = None
         if self.config.reward.model.enable:
@@ -235,10 +235,6 @@ class RoleBuilder:
         }
         worker, layout = "megarl.workers.served_teacher:ServedTeacherWorker", ParallelLayout()
         return TeacherGroup(teacher_phase(name), worker, kwargs, layout, self.pools.trainer, on_device=False)
-
-    def _has_critic(self) -> bool:
-        """Whether the job has a critic; ``val_only`` needs neither critic nor reference."""
-        return self.config.uses_critic and not self.config.trainer.val_only
 
     def _has_reference(self) -> bool:
         return self.config.uses_reference and not self.config.trainer.val_only

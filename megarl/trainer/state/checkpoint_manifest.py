@@ -92,7 +92,9 @@ def write_document(folder: Path, manifest: Manifest) -> Manifest:
     Raises:
         OSError: writing failed.
     """
-    document = _document(manifest)
+    files = {name: list(manifest.files[name]) for name in sorted(manifest.files)}
+    score = {} if manifest.score is None else {"score": list(manifest.score)}
+    document = {"format": FORMAT, "step": manifest.step, "sequence": manifest.sequence, **score, "files": files}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump({**document, "digest": _document_digest(document)}, file, indent=1)
         file.flush()
@@ -203,12 +205,6 @@ def is_of_another_run(folder: Path, run_id: str | None) -> bool:
         return entry is None or read_entry(folder / ID_FILE, flush=False) == entry
     except (CheckpointError, OSError):
         return False
-
-
-def _document(manifest: Manifest) -> dict[str, Any]:
-    files = {name: list(manifest.files[name]) for name in sorted(manifest.files)}
-    score = {} if manifest.score is None else {"score": list(manifest.score)}
-    return {"format": FORMAT, "step": manifest.step, "sequence": manifest.sequence, **score, "files": files}
 
 
 def _document_digest(document: Mapping[str, Any]) -> str:

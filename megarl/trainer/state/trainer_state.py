@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -148,17 +148,7 @@ class TrainerState:
         ]
 
 
-_FIELDS: dict[str, type] = {
-    "step": int,
-    "epoch": int,
-    "kl_controller": dict,
-    "dataloader": dict,
-    "model": dict,
-    "contents": dict,
-    "rollout": dict,
-    "megarl_version": str,
-    "versions": dict,
-}
+_FIELDS: dict[str, type] = {name: get_origin(hint) or hint for name, hint in get_type_hints(TrainerState).items()}
 _LATER_FIELDS = ("contents", "rollout", "versions")
 """Fields that old checkpoints lack."""
 
