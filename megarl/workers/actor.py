@@ -42,9 +42,8 @@ from megarl.sharding.verification import PartialChecksum, partial_checksums
 from megarl.workers.base import MegatronWorker, TokenLosses, TokenLossFunction, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.distillation import TEACHER_COLUMNS, distilled_loss, read_teacher_head
-from megarl.workers.memory import FORWARD
 from megarl.workers.proximal_snapshot import ProximalSnapshot
-from megarl.workers.rows import ROUTES, SAMPLE_IDS, SEQUENCES, PackedRows
+from megarl.workers.rows import FORWARD, ROUTES, SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, TeacherHead, UpdatePlan
 
 POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "proximal_fractions")

@@ -40,8 +40,7 @@ from megarl.megatron.runtime.device_memory import read_device_memory
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb
-from megarl.workers.memory import FORWARD, UPDATE, MemoryBudgets
-from megarl.workers.rows import PackedRows
+from megarl.workers.rows import FORWARD, UPDATE, MemoryBudgets, PackedRows
 from megarl.workers.saving import SavingWorker
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan, schedule_steps
 

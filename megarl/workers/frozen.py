@@ -17,8 +17,7 @@ from megarl.workers.actor import PolicyWorker
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.distillation import TEACHER_LOG_PROB, TEACHER_TOPK
-from megarl.workers.memory import FORWARD
-from megarl.workers.rows import SEQUENCES
+from megarl.workers.rows import FORWARD, SEQUENCES
 from megarl.workers.settings import HiddenForm, LogProbSettings, RoleSettings
 
 

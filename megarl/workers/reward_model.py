@@ -15,8 +15,7 @@ from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.models import ModelConfig, read_model_config
 from megarl.workers.base import MegatronWorker, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.memory import FORWARD
-from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, pack_whole
+from megarl.workers.rows import FORWARD, SAMPLE_IDS, SEQUENCES, pack_whole
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
 from megarl.workers.supervised import PAIRS, PairRows, PairTrainingWorker
 

@@ -14,8 +14,7 @@ from megarl.data import DataProto
 from megarl.megatron import LossFunction, PackedMicroBatch, PolicyOutputs
 from megarl.workers.base import MegatronWorker, TokenLosses
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.memory import UPDATE
-from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, PackedRows
+from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, UPDATE, PackedRows
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan
 
 PAIRS = ("chosen", "rejected", "attention_mask")

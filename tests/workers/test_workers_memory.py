@@ -17,8 +17,7 @@ from megarl.megatron.engine.out_of_memory import DeviceMemoryError
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.frozen import ReferenceWorker
-from megarl.workers.memory import FORWARD, UPDATE, MemoryBudgets
-from megarl.workers.rows import PackedRows
+from megarl.workers.rows import FORWARD, UPDATE, MemoryBudgets, PackedRows
 from megarl.workers.settings import MicroBatchBudget
 from megarl.workers.supervised import SFTWorker
 

@@ -32,8 +32,15 @@ from megarl.trainer.phases.correction_phase import (
 )
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.trainer.phases.end_tokens import policy_end_tokens
-from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass, TeacherPhase, simultaneous_passes, verb_pass
-from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
+from megarl.trainer.phases.model_passes import (
+    ROW_VERB,
+    AlignmentPhase,
+    BatchPhase,
+    ModelPass,
+    TeacherPhase,
+    simultaneous_passes,
+    verb_pass,
+)
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunSummary
 from megarl.trainer.roles.devices import JobPools

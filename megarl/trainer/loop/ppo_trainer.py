@@ -19,8 +19,7 @@ from megarl.samples.selection import join
 from megarl.samples.service import SampleService
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
-from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass
-from megarl.trainer.phases.reference_phase import BatchPhase
+from megarl.trainer.phases.model_passes import ROW_VERB, BatchPhase, ModelPass
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
 from megarl.trainer.roles.worker_groups import Roles
