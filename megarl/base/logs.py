@@ -34,7 +34,7 @@ _TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class ProcessLogs:
-    """Log folder and log level of the processes of a run.
+    """Log folder and log level of a run's processes.
 
     Attributes:
         folder: absolute path; a node without this shared folder creates a local folder of the same name.

@@ -160,7 +160,7 @@ class SourceMap:
         self._cache: dict[str, str] = {}
 
     def find(self, data_source: str) -> str:
-        """Return the spec of the reward function of a data source.
+        """Return a data source's reward function, as a spec.
 
         Raises:
             RewardFunctionError: no function is known for it; the message lists the known data sources.

@@ -106,7 +106,7 @@ class Scorer:
         return [RewardJob(term.function(task.data_source), task) for term in self.terms]
 
     def outcome_of(self, outcomes: Sequence[Outcome]) -> Outcome:
-        """Return the outcome of a task: the sum of those of its jobs."""
+        """Return a task's outcome: the weighted sum over its jobs."""
         if len(outcomes) == 1 and outcomes[0].failure is None:
             return outcomes[0]._replace(score=self.terms[0].weight * outcomes[0].score)
         for term, outcome in zip(self.terms, outcomes, strict=True):

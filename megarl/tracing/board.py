@@ -19,7 +19,7 @@ from pathlib import Path
 from megarl.base.processes import open_files
 
 BOARD, STACKS = "megarl-board", "megarl-stacks"
-"""Names of the anonymous files of a process."""
+"""Names of a process's anonymous files."""
 _SLOT = struct.Struct("<qH118s")
 _COUNT = struct.Struct("<qH118s")
 _DEPTH, _THREAD = struct.Struct("<H"), struct.Struct("<Q")

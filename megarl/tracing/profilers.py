@@ -138,7 +138,7 @@ TOOLS: dict[str, Any] = {"torch": TorchProfiler, "torch_memory": MemoryProfiler,
 
 
 class ProfiledProcess:
-    """The profiler of a process over the steps of a run.
+    """A process's profiler over a run's steps.
 
     Args:
         name: name of the process; start of its file names.

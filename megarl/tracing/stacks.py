@@ -181,7 +181,7 @@ def _request_stacks(pid: int) -> Path | None:
 
 
 def _served(file: Path) -> tuple[str, int]:
-    """Return the descriptor of the pipe of a process that serves its stacks, and the identifier of its main thread."""
+    """Return the request pipe's descriptor and the main thread's identifier of a process that serves its stacks."""
     match = re.match(rf"/memfd:{STACKS}:(\d+):(\d+)", os.readlink(file))
     if match is None:
         raise OSError(f"{file} belongs to another version of megarl")

@@ -19,7 +19,7 @@ from megarl.tracing.tracer import Event
 
 TRACE_FILE = "trace.json"
 MAIN_LANE = "main"
-"""Lane of the followed thread of a process."""
+"""Lane of a process's followed thread."""
 
 
 class TraceFile:

@@ -21,7 +21,7 @@ from megarl.base.processes import resident_bytes
 from megarl.tracing.board import Board
 
 PHASE = "phase"
-"""Category of the phases of a step, in the driver."""
+"""Category of a step's phases, in the driver."""
 MISSING_EVENTS = "left out"
 """Category of the instants that report missing events."""
 MOST_EVENTS = 500_000
@@ -201,7 +201,7 @@ def past_span(name: str, category: str, start_ns: int, lane: str, **args: Any) -
 
 
 def count_memory() -> None:
-    """Record counters of the memory of this process in MiB: host, and torch's on its GPU."""
+    """Record this process's memory in MiB: host, and torch's on its GPU."""
     if not TRACER.recording:
         return
     values: dict[str, float] = {"host": resident_bytes() / MIB}

@@ -95,7 +95,7 @@ class PhaseProgress:
 
 
 class ProgressBars:
-    """The bars of the run and of the innermost phase, as a rich renderable."""
+    """Progress bars for the run and the innermost phase, as a rich renderable."""
 
     def __init__(self, total_steps: int | None = None, clock: Callable[[], float] = time.perf_counter) -> None:
         self.total_steps = total_steps

@@ -1,4 +1,4 @@
-"""Timers of the phases of a step, for the metrics ``timing_s/<phase>``."""
+"""Timers of a step's phases, for the metrics ``timing_s/<phase>``."""
 
 from __future__ import annotations
 

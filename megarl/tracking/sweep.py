@@ -17,12 +17,12 @@ from megarl.tracking.jsonl_files import METRICS_FILE, MetricsRow, read_metrics
 
 SWEEP_FILE, TABLE_FILE = "sweep.json", "sweep.csv"
 DEFAULT_METRICS = ("critic/score/mean", "val/loss", "train/loss")
-"""Objectives of runs without validation of generated responses: the first one that a run logged."""
+"""Objectives for runs that generate no validation responses: the first one that a run logged."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of one run of a sweep.
+    """Result of one run in a sweep.
 
     Attributes:
         value: value of the objective; None if the run failed or has no objective.

@@ -43,7 +43,7 @@ ANCHOR_STATES = "anchor_states"
 GROUPS = "uid"
 """Column with the prompt of each row, equal for the rows of a group."""
 TURN_COUNTS = "turn_counts"
-"""Column ``[b]``: number of turns of each response."""
+"""Column ``[b]``: turns per response."""
 LOG_PROB_COLUMNS = ("rollout_log_probs", "old_log_probs")
 CORRECTED_COLUMNS = (*MASKS, "generated_mask", *LOG_PROB_COLUMNS)
 ENGINE_COLUMNS = (*MASKS, "generated_mask", "rollout_log_probs", "weight_versions")
@@ -175,7 +175,7 @@ def weights_of_rows(batch: DataProto, correction: Correction) -> tuple[DataProto
 
 
 class CorrectionFacts(NamedTuple):
-    """Statistics of a rollout correction of some rows.
+    """Rollout-correction statistics for some rows.
 
     Attributes:
         weights: moments of the importance weights; empty without them.

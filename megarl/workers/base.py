@@ -373,7 +373,7 @@ def _zero_untrained(column: Tensor, mask: Tensor) -> Tensor:
 def weighted_sums(
     loss: TokenLossFunction, rows: int, outputs: object, micro_batch: PackedMicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute a micro-batch's share of the loss and metrics of a mini-batch.
+    """Compute a micro-batch's share of the mini-batch loss and metrics.
 
     Sums over tokens of values times weights; ``sequence_means`` sum over rows.
 

@@ -132,7 +132,7 @@ class KTOWorker(PreferenceTrainingWorker):
             return self._log_probs(rows, [OWN, MISMATCHED])
 
     def _log_probs(self, rows: _LabelledRows, sequences: Sequence[int]) -> dict[tuple[int, int], Tensor] | None:
-        """Log-probs of the response tokens of some sequences under the current weights; None before the last stage."""
+        """Response log-probs of some sequences under the current weights; None before the last stage."""
 
         def read(groups: Sequence[Sequence[int]], outputs: Sequence[PolicyOutputs]) -> dict[tuple[int, int], Tensor]:
             return rows.by_sequence(groups, sequences, [output.log_probs for output in outputs])

@@ -71,7 +71,7 @@ class _RewardPairs(PairRows):
 
 
 def _common_beginning(first: Tensor, second: Tensor) -> int:
-    """Length of the common prefix of two sequences; at least 1.
+    """Length of two sequences' common prefix; at least 1.
 
     Sequences that differ in their first token share nothing: the packing detects that.
     """

@@ -1,4 +1,4 @@
-"""Token mathematics of a step on a part of its rows: rewards, advantages, and moments for whitening and metrics.
+"""A step's token mathematics on some of its rows: rewards, advantages, and moments for whitening and metrics.
 
 Each function takes the rows of one process and returns new columns and facts. The driver merges the facts of all
 processes and decides from them; it sees no tokens. Row functions (:mod:`megarl.data.row_map`) are those whose name ends
@@ -127,7 +127,7 @@ def shaped_rewards_of_rows(
 
 @dataclass(frozen=True)
 class RewardTerms:
-    """Penalties of the rewards of a step.
+    """Reward penalties in a step.
 
     Attributes:
         truncation_penalty: subtracted from truncated responses; None = not.
@@ -197,7 +197,7 @@ class AdvantageFacts(NamedTuple):
     def of(
         cls, batch: DataProto, advantages: Tensor, returns: Tensor, turns: TurnCounts | None = None
     ) -> AdvantageFacts:
-        """Compute the moments of packed advantages and returns, and of columns of the batch."""
+        """Compute the moments of packed advantages and returns, and of batch columns."""
         mask, columns = trained_tokens(batch), batch.tensors
         targets = errors = entropy = Moments()
         if "entropys" in columns:

@@ -28,7 +28,7 @@ from megarl.workers.settings import MicroBatchBudget
 SEQUENCES = ("prompts", "responses", "attention_mask")
 """Columns required to pack rows."""
 ROUTES = "routed_experts"
-"""Column of the experts of each token, for routing replay."""
+"""Column with each token's experts, for routing replay."""
 SAMPLE_IDS = ("uid", "index")
 """Non-tensor columns that identify a sample to the user."""
 
@@ -170,7 +170,7 @@ class PackedRows:
         return torch.cat([values[row] for row in rows])
 
     def unpadded(self, name: str) -> list[Tensor]:
-        """Return the entries of each row of a column, without padding."""
+        """Return a column's entries per row, without padding."""
         if name not in self._unpadded:
             self._unpadded[name] = self.batch.unpadded(name)
         return self._unpadded[name]

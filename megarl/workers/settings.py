@@ -31,7 +31,7 @@ from megarl.models.peft_folder import AdapterFolder
 from megarl.models.sequence_cost import TOKENS, SequenceCost
 
 TEACHER_NUMBER_BYTES = 2
-"""Bytes of the number of a token's teacher, an int16."""
+"""Bytes of a token's teacher number, an int16."""
 
 
 @dataclass(frozen=True)
@@ -151,12 +151,12 @@ class TeacherHead(NamedTuple):
 
     @property
     def hidden_size(self) -> int:
-        """Elements of one row of the layer, and of one hidden state."""
+        """Width of the layer's rows and of hidden states."""
         return read_model_config(self.model_path).hidden_size
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of the layer."""
+        """Bytes per layer row."""
         return self.hidden_size * DTYPE_BYTES[self.dtype]
 
 
@@ -187,7 +187,7 @@ def teacher_heads(distillation: DistillationConfig) -> tuple[TeacherHead, ...]:
 
 
 def hidden_forms(distillation: DistillationConfig) -> dict[str, HiddenForm]:
-    """Return the form of the hidden states of each teacher, by name; empty without the exact KL to teachers."""
+    """Return each teacher's form of hidden states, by name; empty without the exact KL to teachers."""
     heads = teacher_heads(distillation)
     if not heads:
         return {}
@@ -198,7 +198,7 @@ def hidden_forms(distillation: DistillationConfig) -> dict[str, HiddenForm]:
 
 
 def needed_store_bytes(config: TrainConfig) -> int:
-    """Return the bytes of the token columns of a step, hidden states of teachers included."""
+    """Return the bytes of a step's token columns, teachers' hidden states included."""
     forms = hidden_forms(config.distillation).values()
     return token_store_bytes(config, max((form.token_bytes for form in forms), default=0))
 

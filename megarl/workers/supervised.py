@@ -56,7 +56,7 @@ class PairRows(PackedRows):
         self.share = share
 
     def sequences(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return the token ids of the chosen and of the rejected sequence of a pair, without padding."""
+        """Return a pair's chosen and rejected token ids, without padding."""
         first, second = (self.unpadded(name)[row] for name in self.names)
         return first, second
 

@@ -74,7 +74,7 @@ class RewardStream:
         self._run.add_done_callback(lambda _: self._fail_open())
 
     def submit(self, jobs: Sequence[RewardJob]) -> list[Future[Outcome]]:
-        """Add jobs; return a future of the outcome of each.
+        """Add jobs; return a future per outcome.
 
         A future fails with a ``RewardError`` if no process can be started, and with :class:`StreamEnded` after the end.
         """

@@ -232,7 +232,7 @@ def _exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
     Pages that processes share after a fork count once. Files in anonymous memory (``memfd``) count while they are open.
 
     Args:
-        launcher: process id of the launcher of the sandbox.
+        launcher: process id of the sandbox's launcher.
         own_processes: processes of the launcher, each the only child of the one before; they do not count.
     """
     tree = [launcher]
@@ -246,7 +246,7 @@ def _exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
 
 
 def _anonymous_files(pids: list[int]) -> int:
-    """Return the bytes of the open memory files of processes, each file once."""
+    """Return the bytes of the processes' open memory files, each file once."""
     sizes: dict[int, int] = {}
     for pid in pids:
         for path, target in open_files(pid):

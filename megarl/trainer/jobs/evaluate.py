@@ -165,7 +165,7 @@ class BestAnswers:
         return f"best answers: {path}, {len(self._rows)} answers to {self.prompts} prompts"
 
     def _turns(self, batch: DataProto, row: int) -> list[dict[str, str]]:
-        """Split a response into turns of the policy and of its environment."""
+        """Split a response into policy turns and environment turns."""
         one = batch[row]
         ids, generated = one.packed("responses").tolist(), generated_tokens(one).tolist()
         length = len(ids)

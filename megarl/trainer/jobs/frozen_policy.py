@@ -121,7 +121,7 @@ def find_model(path: str) -> EvaluatedModel:
 
 
 def _resolve_pointer(path: Path) -> Path:
-    """The folder of checkpoints of a run's folder or of a path with ``/latest``; any other path unchanged."""
+    """Resolve a run's folder, or a path with ``/latest``, to its checkpoint folder; leave any other path unchanged."""
     latest = path.name == LATEST and not path.exists()
     root = path.parent if latest else path
     for folder in (root, root / CHECKPOINTS):

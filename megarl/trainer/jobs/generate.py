@@ -30,7 +30,7 @@ from megarl.trainer.phases.end_tokens import policy_end_tokens
 MESSAGES = "raw_prompt"
 PROMPTS_FILE, ANSWERS_FILE = "prompts.jsonl", "answers.jsonl"
 RESPONSES = "responses"
-"""Column of the samples of a prompt, a list of texts, as in verl's generation."""
+"""Column with a prompt's samples, a list of texts, as in verl's generation."""
 SHOWN = 8
 """Number of prompts whose samples are printed."""
 

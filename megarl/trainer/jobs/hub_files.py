@@ -88,7 +88,7 @@ def _download_model(text: str, label: str, cache_dir: str | None = None, files: 
 
 
 def download_data(text: str, label: str, cache_dir: str | None = None) -> list[str]:
-    """Download files of a data set of the Hub, or find them in the cache; return their paths, sorted.
+    """Download a Hub data set's files, or find them in the cache; return their paths, sorted.
 
     Args:
         text: ``hf://datasets/owner/name/file`` or ``...name@revision/file``; the file may be a pattern.

@@ -47,7 +47,7 @@ class SupervisedJob(ABC):
     columns: ClassVar[Sequence[MetricColumn]] = SFT_COLUMNS
     """Columns of the console's table."""
     rows: ClassVar[str] = "samples"
-    """Name of a row of the data, in the plural."""
+    """Noun for a data row, in the plural."""
 
     def __init__(self, config: SupervisedConfig) -> None:
         self.config = config

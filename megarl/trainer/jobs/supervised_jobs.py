@@ -188,7 +188,7 @@ class KTOTraining(PreferenceTraining):
         return {} if data.label_key is None else {"label_key": data.label_key, "answer_keys": (data.response_key,)}
 
     def score(self, workers: MegatronGroup, pairs: DataProto) -> DataProto:
-        """Compute the log-ratios of policy to reference, of labelled and of mismatched responses."""
+        """Compute the log-ratios between policy and reference, for labelled and mismatched responses."""
         return cast(KTOGroup, workers).compute_response_log_probs(pairs)
 
     def pair_loss(self, columns: dict[str, Tensor]) -> TokenLoss:

@@ -112,7 +112,7 @@ class RowRewards(NamedTuple):
     """Rewards by row.
 
     Attributes:
-        sums: ``[b]`` double, of the rewards of a row's tokens.
+        sums: ``[b]`` double, each row's summed token rewards.
         counted: ``[b]`` bool, rows with a trained token.
         trained_counts: ``[b]``, trained tokens.
     """

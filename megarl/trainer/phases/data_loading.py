@@ -122,7 +122,7 @@ def training_order(data: DataSourceConfig, dataset: RowDataset | CustomPrompts) 
 
 
 def mixture_weights(data: DataSourceConfig) -> dict[str, MixtureSchedule]:
-    """Parse the weight schedule of each data set of a mixture.
+    """Parse a mixture's weight schedules.
 
     Raises:
         DataError: a weight is malformed; names its key.

@@ -172,7 +172,7 @@ class AlignmentPhase:
         return Moments.merged(parts).mean > self.entropy_threshold
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """Add ``ref_similarity [b]``: cosine of the representations of the response and of the ground truth.
+        """Add ``ref_similarity [b]``: cosine between the representations of response and ground truth.
 
         Both are means of the reference's final hidden states after the same prompt: over the trained tokens of the
         response, and over all tokens of the ground truth.

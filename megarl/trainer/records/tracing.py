@@ -33,7 +33,7 @@ DRIVER = 0
 """Row of the driver in the timeline; the processes of the roles follow."""
 PROFILES = "profile"
 ROLES = {"actor_rollout_ref.actor": "actor", "actor_rollout_ref.ref": "reference", "critic": "critic"}
-"""Roles of processes by the paths of their config sections."""
+"""Process roles by config path."""
 NSIGHT = {
     "trace": "cuda,nvtx,cublas,ucx",
     "cuda-memory-usage": "true",

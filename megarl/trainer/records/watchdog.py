@@ -38,7 +38,7 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class LaterLimits:
-    """Time limits of other parts of a run, which the watchdog's limits are ordered by.
+    """Other time limits in a run, which bound the watchdog's limits.
 
     Attributes:
         collective_s: ``trainer.nccl_timeout``, after which a collective ends its workers.

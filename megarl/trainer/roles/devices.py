@@ -21,7 +21,7 @@ _NONE: Mapping[str, OwnDevicesConfig] = MappingProxyType({})
 
 
 class JobPools:
-    """Devices of a job's roles: the trainer's pool, and pools of roles with devices of their own.
+    """Devices of a job's roles: the trainer's pool, and separate pools for roles with their own devices.
 
     Args:
         trainer: devices of the roles without a pool of their own.
@@ -35,7 +35,7 @@ class JobPools:
             pool.processes = trainer.processes  # all processes of the job are traced and watched together
 
     def of(self, section: str) -> PlacedPool:
-        """Return the devices of a role by the path of its section."""
+        """Return a role's devices by its config path."""
         return self._own.get(section, self.trainer)
 
 
@@ -63,7 +63,7 @@ def check_devices(run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -
 
 
 def reserve_pools(session: RaySession, run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -> JobPools:
-    """Reserve the devices of all roles of a job in the connected cluster.
+    """Reserve the devices for all roles in the connected cluster.
 
     Raises:
         ResourceError: the cluster lacks the devices, or other jobs hold them.

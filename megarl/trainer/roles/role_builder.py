@@ -1,4 +1,4 @@
-"""Construction of the worker groups of a training job from its configuration, and of their weight sync."""
+"""Builds a training job's worker groups and their weight sync from the configuration."""
 
 from __future__ import annotations
 
@@ -136,7 +136,7 @@ class RoleBuilder:
         pending: Callable[[], dict[int, int | None]],
         hybrid_ranks: Sequence[int],
     ) -> Replicas:
-        """Select the class of the replicas by the mode of training."""
+        """Select the replica class by the training mode."""
         mode, keys, elastic, hybrid = self.config.async_training.mode, self.policy.rollout, None, None
         if mode != DISAGGREGATED:
             return (ColocatedReplicas if mode == COLOCATED else Replicas)(group, connect, pending)

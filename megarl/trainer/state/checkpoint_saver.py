@@ -112,7 +112,7 @@ class CheckpointSaver:
 
     Attributes:
         newest: folder of the last complete checkpoint.
-        failure: reason of the failure of the last save; None if it succeeded.
+        failure: why the last save failed; None if it succeeded.
         slowest_s: seconds of the slowest save; None before the first.
     """
 
