@@ -126,17 +126,16 @@ class JobSession(Generic[JobT]):
 
     def state(self, prompts: PromptQueue, total_steps: int, kl_controller: KLController | None = None) -> RunState:
         """Build the state of a training run, with the checkpoint to resume from; ``prompts`` are at its position."""
-        config: Any = self.config
+        assert isinstance(self.config, TrainConfig | SupervisedConfig), "a training job"
         return RunState(
-            config, prompts, kl_controller, total_steps, self.resume, self.stop, self.console.message, self.run_id
+            self.config, prompts, kl_controller, total_steps, self.resume, self.stop, self.console.message, self.run_id
         )
 
     def reporter(self, state: RunState) -> RunReporter:
         """Build the reporter of a training run; the end of each phase commits a save that is written."""
-        run: Any = self.config.trainer
         resumed = (self.resume.path, self.resume.state.step) if self.resume else None
         return RunReporter(
-            run,
+            self.config.trainer,
             self.recorded_config(),
             self.output_dir,
             self.console,

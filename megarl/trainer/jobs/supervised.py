@@ -26,9 +26,9 @@ from megarl.tracking import SFT_COLUMNS, MetricColumn, read_metrics
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.jobs.session import open_job
-from megarl.trainer.metrics.step_metrics import phase_tokens, rank_balance
 from megarl.trainer.phases.data_loading import mixture_weights, training_files, training_order
 from megarl.trainer.records.reporting import RunReporter, RunSummary
+from megarl.trainer.records.step_metrics import phase_tokens, rank_balance
 from megarl.trainer.records.tracing import RunTracing
 from megarl.trainer.roles.worker_groups import Progress, budget, role_settings
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints

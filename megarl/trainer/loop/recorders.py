@@ -22,8 +22,6 @@ from megarl.config.schema.jobs import TrainConfig
 from megarl.data import token_counts
 from megarl.models import read_model_config
 from megarl.trainer.callbacks import Callback, TrainerView
-from megarl.trainer.metrics.engine_mismatch import explained_by_rounding
-from megarl.trainer.metrics.step_metrics import batch_metrics, phase_tokens, rank_balance, throughput_metrics
 from megarl.trainer.phases.model_passes import ROW_VERB
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter
@@ -35,6 +33,13 @@ from megarl.trainer.records.sample_records import (
     evenly_spaced,
     rows_of_groups,
     samples_with_tokens,
+)
+from megarl.trainer.records.step_metrics import (
+    batch_metrics,
+    explained_by_rounding,
+    phase_tokens,
+    rank_balance,
+    throughput_metrics,
 )
 from megarl.trainer.state.run_state import RunState
 

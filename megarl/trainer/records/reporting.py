@@ -20,9 +20,8 @@ from megarl.tracing import PHASE, lane_span, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, REPORT_FILE, BalanceFile, RankLists
 from megarl.tracking.sample_files import SampleFiles, begin_samples
-from megarl.trainer.metrics.engine_mismatch import mismatch_warnings
-from megarl.trainer.metrics.step_metrics import empty_step_warnings, memory_warnings
 from megarl.trainer.records.sample_records import Sample
+from megarl.trainer.records.step_metrics import empty_step_warnings, memory_warnings, mismatch_warnings
 from megarl.trainer.state.checkpoint_manifest import ID_FILE, identify_run
 from megarl.trainer.state.run_state import RunState
 
