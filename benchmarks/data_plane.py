@@ -44,8 +44,8 @@ from megarl.models import ParallelLayout
 from megarl.rewards import RewardManager, in_driver
 from megarl.rewards.outcome import Outcome
 from megarl.trainer.jobs.train import LARGEST_KEPT_TENSOR
-from megarl.trainer.metrics.step_metrics import batch_metrics
 from megarl.trainer.phases.advantage_phase import AdvantagePhase
+from megarl.trainer.records.step_metrics import batch_metrics
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import Dispatch, WorkerPlace, read_marks, verb

@@ -32,7 +32,7 @@ from megarl.ops.jobs import command
 from megarl.tracking import Console
 from megarl.trainer.jobs import early_checks
 from megarl.trainer.records.reporting import RunReporter
-from megarl.trainer.state.run_identity import ID_FILE
+from megarl.trainer.state.checkpoint_manifest import ID_FILE
 
 ROOT = Path(__file__).resolve().parents[1]
 

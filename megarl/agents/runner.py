@@ -38,8 +38,7 @@ from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError, WeightSyncError, WorkerError
 from megarl.rewards.outcome import Outcome
 from megarl.rewards.pool import RunCounts
-from megarl.rewards.scorer import Scorer, ScorerSpec
-from megarl.rewards.tasks import TaskBuilder
+from megarl.rewards.scorer import Scorer, ScorerSpec, TaskBuilder
 from megarl.rollout.interface import RequestRefused, RolloutError
 from megarl.rollout.router import Replica, Router, RouterStats
 

@@ -81,7 +81,7 @@ REWEIGHT_KINDS = ("pow", "max_min", "max_random")
 """PF-PPO: probabilities of responses by their scores."""
 
 WEIGHT_SCHEDULES = ("linear", "sigmoid", "cosine", "exp", "step", "constant")
-"""Shapes of the warm-up of a reward-shaping weight."""
+"""Warm-up shapes for a reward-shaping weight."""
 
 
 def estimator_needs(name: str, required: str) -> bool:

@@ -1,4 +1,4 @@
-"""Settings and caches of the memory allocators of the C library and of torch's CUDA devices."""
+"""Memory allocators of the C library and of torch on CUDA: their settings and caches."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def _set_allocator(settings: str) -> None:
 
 
 def keep_freed_memory(largest: int = 32 * 2**20) -> bool:
-    """Keep the memory of freed tensors of up to ``largest`` bytes in the process (glibc's ``mallopt``).
+    """Keep freed tensors' memory, up to ``largest`` bytes each, in the process (glibc's ``mallopt``).
 
     Tensors are allocated and freed with every micro-batch and phase; by default the system zeroes their pages each
     time. The process's resident memory stays near its peak.

@@ -24,7 +24,6 @@ def atomic_write(path: Path, *, flush: bool = False, temporary: Path | None = No
 
     Args:
         flush: write file and folder through to the disk (``fsync``).
-        temporary: name of the temporary file; a unique name by default.
 
     Raises:
         OSError: writing or renaming fails.
@@ -72,7 +71,7 @@ def replace_folder(finished: Path, path: Path) -> None:
     elif exchange_paths(finished, path):
         old = finished
     else:
-        old = replaced_name(path)
+        old = _replaced_name(path)
         _remove(old)
         path.rename(old)
         finished.rename(path)
@@ -90,7 +89,7 @@ def restore_replaced_folder(path: Path) -> bool:
     Raises:
         OSError: renaming fails.
     """
-    old = replaced_name(path)
+    old = _replaced_name(path)
     if os.path.lexists(path) or not os.path.lexists(old):
         _remove(old)
         return False
@@ -99,7 +98,7 @@ def restore_replaced_folder(path: Path) -> bool:
     return True
 
 
-def replaced_name(path: Path) -> Path:
+def _replaced_name(path: Path) -> Path:
     """Return the temporary name of the old folder on file systems that cannot exchange names."""
     return path.with_name(f".{path.name}.replaced")
 

@@ -1,4 +1,4 @@
-"""Files of a folder of checkpoints: their names, and the index of a torch distributed checkpoint (``.metadata``).
+"""Files in a checkpoint folder: their names, and the index of a torch distributed checkpoint (``.metadata``).
 
 The index lists the tensors of a checkpoint and the file of each block. It serves megarl's checkpoints and the
 checkpoints of Megatron-Core. It is a pickle, read without executing code of the file.

@@ -39,12 +39,7 @@ _EXIT_S = 5.0
 
 @dataclass(frozen=True)
 class ChildEnvironment:
-    """Working folder, environment variables and import path of a child process.
-
-    Attributes:
-        folder: working folder.
-        path: import path.
-    """
+    """Working folder, environment variables and import path of a child process."""
 
     folder: str
     variables: Mapping[str, str]

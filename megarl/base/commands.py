@@ -22,7 +22,6 @@ def exit_code(
 
     Args:
         bad_input: errors with the code 2; any other :class:`MegarlError` has 1.
-        interrupted: line after Ctrl-C.
 
     Returns:
         The exit code: that of the action; 1 or 2 after an error; 130 after Ctrl-C.

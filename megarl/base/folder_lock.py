@@ -79,9 +79,6 @@ def folder_lock(
 ) -> Iterator[None]:
     """Hold the lock of a folder within the block, and remove its file at the end.
 
-    Args:
-        remedy: last sentence of the error.
-
     Raises:
         ConfigError: another process holds the lock, or the file cannot be written; names folder and holder.
     """

@@ -19,7 +19,6 @@ def count_noun(number: int, noun: str, grouping: bool = True) -> str:
 
     Args:
         noun: singular; the plural adds an ``s``.
-        grouping: separate thousands by commas.
     """
     digits = f"{number:,}" if grouping else str(number)
     return f"{digits} {noun}" if number == 1 else f"{digits} {noun}s"
@@ -56,15 +55,6 @@ def duration(seconds: float) -> str:
     if minutes < 60:
         return f"{minutes} min {rest:02d} s"
     return f"{minutes // 60} h {minutes % 60:02d} min"
-
-
-def clock_duration(seconds: float) -> str:
-    """Format seconds like a clock: ``m:ss`` or ``h:mm:ss``; ``3 days 4 h`` from two days on."""
-    minutes, rest = divmod(round(seconds), 60)
-    hours, minutes = divmod(minutes, 60)
-    if hours >= 48:
-        return f"{hours // 24} days {hours % 24} h"
-    return f"{hours}:{minutes:02d}:{rest:02d}" if hours else f"{minutes}:{rest:02d}"
 
 
 def table_lines(rows: Iterable[Sequence[str]], align: str = "", indent: str = "", gap: str = GAP) -> list[str]:

@@ -21,7 +21,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, TextIO
 
-from megarl.base.private_folder import private_folder
+from megarl.base.files import private_folder
 from megarl.base.redaction import redact_text
 from megarl.base.run_writer import RUN_WRITER
 
@@ -34,7 +34,7 @@ _TAIL_BYTES = 64 * 1024
 
 @dataclass(frozen=True)
 class ProcessLogs:
-    """Log folder and log level of the processes of a run.
+    """Log folder and log level of a run's processes.
 
     Attributes:
         folder: absolute path; a node without this shared folder creates a local folder of the same name.
@@ -63,7 +63,7 @@ class LogFormatter(logging.Formatter):
         return redact_text(super().format(record))
 
 
-def timestamped_line(label: str, text: str) -> str:
+def _timestamped_line(label: str, text: str) -> str:
     """Format a line of other output like a log line."""
     now = time.time()
     clock = time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(now))
@@ -142,11 +142,7 @@ def steady_output() -> Iterator[None]:
 
 
 class TimestampedStream(SteadyStream):
-    """Prefixes each line with time and label.
-
-    Args:
-        label: text in place of a log level.
-    """
+    """Prefixes each line with time and label."""
 
     def __init__(self, stream: TextIO, label: str) -> None:
         super().__init__(stream)
@@ -160,9 +156,9 @@ class TimestampedStream(SteadyStream):
             try:
                 if self._lost:
                     note = f"{self._lost:,} characters of output are missing here: the disk was full\n"
-                    self._stream.write(timestamped_line(self._label, note))
+                    self._stream.write(_timestamped_line(self._label, note))
                     self._lost = 0
-                self._stream.write(timestamped_line(self._label, line) if self._at_start else line)
+                self._stream.write(_timestamped_line(self._label, line) if self._at_start else line)
             except OSError:
                 self._lost += len(line)
             self._at_start = line.endswith("\n")
@@ -173,9 +169,6 @@ def redirect_output(file: Path, level: str, facts: str = "") -> Path:
     """Redirect all output of this process to its log file, including C code and child processes.
 
     If the folder is not writable, a folder under the system's temporary folder is used.
-
-    Args:
-        facts: text for the first line of the file.
 
     Returns:
         The log file in use.
@@ -195,7 +188,7 @@ def redirect_output(file: Path, level: str, facts: str = "") -> Path:
     plain = io.TextIOWrapper(raw, encoding="utf-8", errors="backslashreplace", line_buffering=True, write_through=True)
     sys.stdout, sys.stderr = TimestampedStream(plain, "OUT"), TimestampedStream(plain, "ERR")
     faulthandler.enable(plain, all_threads=True)
-    configure_logging(level, [logging.StreamHandler(plain)])
+    _configure_logging(level, [logging.StreamHandler(plain)])
     logging.getLogger(__name__).info("%s begins, pid %d%s%s", file.stem, os.getpid(), facts, note)
     return path
 
@@ -212,7 +205,7 @@ def _openable(path: Path) -> tuple[Path, str]:
         return folder / path.name, f"; the log is in this folder because {path} is not writable: {error}"
 
 
-def configure_logging(level: str, handlers: Iterable[logging.Handler]) -> None:
+def _configure_logging(level: str, handlers: Iterable[logging.Handler]) -> None:
     """Make these the only log handlers; DEBUG lines of other packages are dropped.
 
     Args:
@@ -255,7 +248,7 @@ ALREADY_SHOWN: Mapping[str, Any] = {_SHOWN_KEY: True}
 """``extra`` of a log line that the user has seen already; it goes to the log file only."""
 
 
-class TerminalHandler(logging.Handler):
+class _TerminalHandler(logging.Handler):
     """Prints warnings and errors to the current standard error.
 
     Warnings of libraries (:mod:`warnings`) are in the log file only.
@@ -275,7 +268,7 @@ class TerminalHandler(logging.Handler):
                 show(text) if show else print(text, file=sys.stderr, flush=True)
 
 
-class RunLogHandler(logging.Handler):
+class _RunLogHandler(logging.Handler):
     """Appends lines to a log file; a full disk delays them."""
 
     def __init__(self, path: Path) -> None:
@@ -296,8 +289,8 @@ def driver_log(folder: Path, level: str) -> Iterator[Path]:
     path = folder / f"{DRIVER}.log"
     root = logging.getLogger()
     before = list(root.handlers), root.level
-    file = RunLogHandler(path)
-    configure_logging(level, [file, TerminalHandler()])
+    file = _RunLogHandler(path)
+    _configure_logging(level, [file, _TerminalHandler()])
     logging.getLogger(__name__).info("%s begins, pid %d: %s", DRIVER, os.getpid(), " ".join(sys.argv))
     try:
         yield path

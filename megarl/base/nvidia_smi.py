@@ -30,11 +30,7 @@ class Gpu:
         processes: processes on the GPU, as ``pid name``.
         uncorrectable: uncorrectable ECC errors since the driver was loaded; None = no ECC.
         remapping: state of row remapping: ``failure``, ``pending``, or empty.
-        throttled: reasons for reduced clocks.
         persistent: whether the driver stays loaded on an idle GPU (persistence mode).
-        mig: whether MIG divides the GPU.
-        exclusive: whether only one process may use it.
-        celsius: temperature; None = unknown.
     """
 
     name: str

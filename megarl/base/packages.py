@@ -27,10 +27,9 @@ def is_installed(module: str) -> bool:
 
 
 def require_package(module: str, extra: str, user: str) -> None:
-    """Check that the module of an extra of megarl is installed.
+    """Check that an extra's module is installed.
 
     Args:
-        extra: extra in ``pyproject.toml`` that installs it.
         user: what needs it, such as a key with its value.
 
     Raises:

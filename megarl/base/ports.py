@@ -1,9 +1,10 @@
-"""Free TCP ports, and the network interface that collectives listen on."""
+"""Free TCP ports, the network interface that collectives listen on, and proxies."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
+import os
 import random
 import socket
 from collections.abc import Iterator, Sequence
@@ -12,6 +13,9 @@ import psutil
 
 GLOO_INTERFACE = "GLOO_SOCKET_IFNAME"
 """Environment variable with the network interface of gloo, read when a group is created."""
+
+_PROXIES = ("http_proxy", "https_proxy", "all_proxy")
+_LOOPBACK = ("localhost", "127.0.0.1", "::1")
 
 # Below the ephemeral range of outgoing connections, so that a port stays free until its user binds it, and above the
 # ports of Ray's workers.
@@ -85,3 +89,15 @@ def collective_interfaces(address: str) -> dict[str, str]:
     if name is None:
         return {}
     return dict.fromkeys((GLOO_INTERFACE, *(["NCCL_SOCKET_IFNAME"] if is_local else [])), name)
+
+
+def bypass_proxies(*hosts: str) -> None:
+    """Let HTTP clients of this process and its children reach loopback addresses and ``hosts`` without a proxy.
+
+    Without a proxy in the environment, nothing changes.
+    """
+    if not any(os.environ.get(name) or os.environ.get(name.upper()) for name in _PROXIES):
+        return
+    entries = [entry for name in ("no_proxy", "NO_PROXY") for entry in os.environ.get(name, "").split(",")]
+    direct = ",".join(dict.fromkeys(entry.strip() for entry in (*entries, *_LOOPBACK, *hosts) if entry.strip()))
+    os.environ.update(no_proxy=direct, NO_PROXY=direct)

@@ -18,12 +18,12 @@ from typing import TypeVar
 import psutil
 
 READ_ERRORS = (psutil.Error, IndexError, FileNotFoundError)
-"""Errors of reads of a process that ends meanwhile, or that another user owns."""
+"""Errors when a process ends during a read, or another user owns it."""
 
 _T = TypeVar("_T")
 ATTEMPTS = 10
 PAUSE_S = 0.01
-"""Number of reads of a file that is empty, and the seconds between them."""
+"""Reads of an empty file, and the seconds between them."""
 _PAGE_BYTES = os.sysconf("SC_PAGE_SIZE")
 
 
@@ -69,7 +69,7 @@ def command_line(process: psutil.Process) -> str:
 
 
 def process_group(process: psutil.Process) -> int | None:
-    """Return the ID of the process group of a process; None if it has ended."""
+    """Return a process's group ID; None if it has ended."""
     try:
         return os.getpgid(process.pid)
     except OSError:
@@ -94,7 +94,7 @@ def _children(process: psutil.Process | None, recursive: bool) -> list[psutil.Pr
 
 
 def _repeated(read: Callable[[], _T]) -> _T:
-    """Repeat a read of records while one of them is empty."""
+    """Repeat a read while a record is empty."""
     for _ in range(ATTEMPTS):
         with contextlib.suppress(IndexError, FileNotFoundError):
             return read()
@@ -147,7 +147,7 @@ def child_pids(pid: int) -> list[int]:
 
 
 def open_files(pid: int) -> Iterator[tuple[str, str]]:
-    """Yield the path under ``/proc`` and the target of each open file of a process.
+    """Yield the ``/proc`` path and the target of a process's open files.
 
     There are none if the process has ended or is another user's; a file that is closed meanwhile is left out.
     """

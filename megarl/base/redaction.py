@@ -43,7 +43,7 @@ _SHORTEST = 6  # shorter values are not searched in texts: they would hide ordin
 
 
 class _KnownSecrets:
-    """Secret values of the configuration and of this process, which are redacted wherever they occur in a text."""
+    """The configuration's and this process's secret values, which are redacted wherever a text has them."""
 
     def __init__(self) -> None:
         self.values: tuple[str, ...] = ()

@@ -26,7 +26,7 @@ _REDUCTIONS: dict[type[float], Callable[[Sequence[float]], float]] = {Total: sum
 
 
 def combine_metrics(parts: Sequence[tuple[Mapping[str, float], int]]) -> Metrics:
-    """Combine the metrics of the parts of a step by their reductions.
+    """Combine the metrics of a step's parts by their reductions.
 
     Args:
         parts: metrics and number of rows of each part; a part without a metric does not count in it.

@@ -77,9 +77,6 @@ class Registry(MutableMapping[str, _Entry], Generic[_Entry]):
     def find(self, spec: str) -> _Entry:
         """Return the entry of a registered name, or load it from user code.
 
-        Args:
-            spec: a registered name, ``path.py:name``, or ``package.module.name``.
-
         Raises:
             ConfigError: the name is unknown, or loading the user's file, module or attribute fails.
         """

@@ -55,7 +55,6 @@ def join_rendezvous(host: str, port: int, rank: int, world_size: int, timeout: t
 
     Args:
         host: address of rank 0.
-        port: free port there.
         timeout: limit of the wait for the others, and of each later wait for a key.
 
     Raises:

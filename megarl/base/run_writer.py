@@ -38,7 +38,6 @@ class RunWriter:
 
     Args:
         limit_bytes: largest content that waits in memory.
-        report: prints a message; default: the log.
 
     Attributes:
         failures: failed writes, repetitions included.

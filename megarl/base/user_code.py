@@ -49,12 +49,8 @@ def import_file(path: str) -> ModuleType:
     return module
 
 
-def import_dotted(name: str) -> ModuleType:
-    """Import ``package.module``.
-
-    Raises:
-        ConfigError: importing it fails.
-    """
+def _import_dotted(name: str) -> ModuleType:
+    """Import ``package.module``."""
     try:
         return importlib.import_module(name)
     except (Exception, SystemExit) as error:
@@ -72,16 +68,14 @@ def import_user_modules(*specs: str) -> None:
         if spec.endswith(".py"):
             import_file(spec)
         else:
-            import_dotted(spec)
+            _import_dotted(spec)
 
 
 def import_spec(spec: str, label: str, kind: str) -> tuple[ModuleType, str]:
     """Import the module of a spec; return it and the attribute name, which may be missing in the module.
 
     Args:
-        spec: ``path.py:name`` or ``package.module.name``.
         label: start of error messages, such as the config key.
-        kind: ``class`` or ``function``, for error messages.
 
     Raises:
         ConfigError: the spec has no attribute name, the file or module is missing, or importing it fails.
@@ -93,16 +87,13 @@ def import_spec(spec: str, label: str, kind: str) -> tuple[ModuleType, str]:
         if not path or spec.endswith(".py"):
             raise ConfigError(f"{label} {spec!r} names no {kind}; {remedy}", code="config.user-code-spec")
     try:
-        return (import_file(path) if colon else import_dotted(path)), name
+        return (import_file(path) if colon else _import_dotted(path)), name
     except ConfigError as error:
         raise ConfigError(f"{label} {spec!r}: {error.text}; {remedy}", code=error.code) from error
 
 
 def load_user_class(spec: str, base: Callable[..., _Base], label: str) -> type[_Base]:
     """Import the class of a spec and check its base class.
-
-    Args:
-        base: class that it must derive from.
 
     Raises:
         ConfigError: the file, module or class is missing, importing it fails, or it does not derive from ``base``.

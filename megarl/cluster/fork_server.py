@@ -35,9 +35,9 @@ from typing import Any
 
 from megarl.base.child_process import die_with_parent, parent_death_hook
 from megarl.base.errors import ConfigError
+from megarl.base.files import private_folder
 from megarl.base.json_text import parse_json
 from megarl.base.packages import is_installed, without_garbage_collection
-from megarl.base.private_folder import private_folder
 from megarl.base.processes import child_pids
 from megarl.cluster import ray_programs
 

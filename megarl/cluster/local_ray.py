@@ -25,7 +25,7 @@ import psutil
 import ray
 
 from megarl.base.child_process import environment_variables
-from megarl.base.private_folder import private_folder
+from megarl.base.files import private_folder
 from megarl.base.processes import has_ended, process_name
 from megarl.base.signals import ENDING_SIGNALS, request_interrupt, withdraw_interrupt
 from megarl.base.timeouts import RAY_SILENCE

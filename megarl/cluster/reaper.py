@@ -24,7 +24,7 @@ from pathlib import Path
 
 import psutil
 
-from megarl.base.private_folder import private_folder
+from megarl.base.files import private_folder
 from megarl.base.processes import READ_ERRORS, all_processes, command_line
 
 MARK = "MEGARL_LOCAL_RAY"

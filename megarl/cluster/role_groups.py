@@ -58,7 +58,7 @@ class MegatronGroup(WorkerGroup):
 
 
 class ReferenceGroup(MegatronGroup):
-    """Workers of the reference policy: :class:`megarl.workers.reference.ReferenceWorker`."""
+    """Workers of the reference policy: :class:`megarl.workers.frozen.ReferenceWorker`."""
 
     if TYPE_CHECKING:
 
@@ -100,7 +100,7 @@ class ActorGroup(ReferenceGroup):
 
 
 class TeacherGroup(MegatronGroup):
-    """Workers of a teacher in distillation: :class:`megarl.workers.teacher.TeacherWorker`."""
+    """Workers of a teacher in distillation: :class:`megarl.workers.frozen.TeacherWorker`."""
 
     if TYPE_CHECKING:
 
@@ -156,7 +156,7 @@ class KTOGroup(MegatronGroup):
 
 
 class SFTGroup(MegatronGroup):
-    """Workers of supervised fine-tuning: :class:`megarl.workers.sft.SFTWorker`."""
+    """Workers of supervised fine-tuning: :class:`megarl.workers.supervised.SFTWorker`."""
 
     if TYPE_CHECKING:
 

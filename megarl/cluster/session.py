@@ -18,9 +18,9 @@ import ray
 from ray.exceptions import AuthenticationError
 
 from megarl.base.errors import RayLost, ResourceError
+from megarl.base.files import private_folder
 from megarl.base.formatting import GIB
 from megarl.base.logs import ProcessLogs
-from megarl.base.private_folder import private_folder
 from megarl.base.processes import READ_ERRORS, child_processes, descendants, process_group, wait_for_ends
 from megarl.base.signals import (
     ENDING_SIGNALS,

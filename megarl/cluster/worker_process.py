@@ -17,8 +17,7 @@ import ray
 from megarl.base.errors import ExportError, MegarlError, WorkerLost
 from megarl.base.logs import ProcessLogs, output_log, redirect_output, tail
 from megarl.base.packages import import_large
-from megarl.base.ports import collective_interfaces, reserve_port
-from megarl.base.proxies import bypass_proxies
+from megarl.base.ports import bypass_proxies, collective_interfaces, reserve_port
 from megarl.tracing import TRACER, Event, TracingOptions, span, watch_collectives, watch_process
 from megarl.tracing.profilers import ProfiledProcess
 from megarl.tracing.tracer import count_memory

@@ -2,8 +2,8 @@
 
 - ``registry``: reward functions by name, file, dotted path or data source. ``rules``: the built-in functions.
 - ``calling``, ``outcome``: calls of a function, and their results. ``pool``: processes with time limits and retries.
-- ``tasks``: arguments of the functions, built from samples. ``scorer``: weighted sum of several functions. ``manager``:
-  scores a batch. ``shaping``: length rewards.
+- ``scorer``: arguments of the functions, and the weighted sum of several. ``manager``: scores a batch.
+- ``shaping``: length rewards.
 - ``sandbox``: runs generated programs. ``http``: requests to judges and sandboxes.
 """
 

@@ -76,7 +76,6 @@ class FunctionSpec:
     """Name and call options of a reward function, sent to the processes that load it.
 
     Attributes:
-        spec: argument of :func:`load_reward_function`.
         timeout_s: wall seconds per call; None = no limit.
         max_concurrency: maximum number of concurrent calls of a coroutine function, per process.
     """
@@ -193,10 +192,10 @@ def exception_outcome(error: BaseException) -> Outcome:
         frames = traceback.extract_tb(error.__traceback__)
         position = f" ({frames[-1].filename}:{frames[-1].lineno})" if frames else ""
         cause = f"{type(error).__name__}: {error}{position}"
-    return failed_outcome(INFRASTRUCTURE if is_infrastructure(error) else BAD_SAMPLE, cause)
+    return failed_outcome(INFRASTRUCTURE if _is_infrastructure(error) else BAD_SAMPLE, cause)
 
 
-def is_infrastructure(error: BaseException) -> bool:
+def _is_infrastructure(error: BaseException) -> bool:
     """Return whether an exception means a failed service or connection, as opposed to a bad sample."""
     if isinstance(error, urllib.error.HTTPError):
         return error.code >= 500 or error.code in (408, 429)

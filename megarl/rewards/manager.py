@@ -33,9 +33,8 @@ from megarl.rewards.outcome import (
     object_column,
 )
 from megarl.rewards.pool.jobs import RunCounts
-from megarl.rewards.scorer import Scorer
+from megarl.rewards.scorer import Scorer, TaskBuilder
 from megarl.rewards.shaping import LengthShaping
-from megarl.rewards.tasks import TaskBuilder
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -46,48 +45,32 @@ ON_ERROR = ("raise", "mask")
 _EXCERPT = 2000  # characters of each part of a sample in an error message
 
 
-class RewardBatch(Protocol):
-    """Interface of a batch that can be scored; ``megarl.data.DataProto`` implements it."""
+class _RewardBatch(Protocol):
+    """Interface of a batch that can be scored; ``megarl.data.DataProto`` implements and documents it."""
 
     non_tensor_batch: dict[str, np.ndarray]
     meta_info: dict[str, Any]
 
     @property
-    def tensors(self) -> Mapping[str, Tensor]:
-        """Tensor columns by name."""
-
-    def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
-        """Return the entries of each row of a column."""
-
-    def row_lengths(self, name: str) -> Tensor:
-        """Count the entries of each row of a column."""
-
-    def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor:
-        """Return the entries of all rows of a column in order."""
-
-    def with_packed(self, tokens: Mapping[str, Tensor]) -> Self:
-        """Return the batch with response-aligned columns added or replaced, from packed values."""
-
-    def with_ends(self, ends: Mapping[str, Tensor]) -> Self:
-        """Return the batch with response-aligned columns that are zero except at the last token of each row."""
-
-    def with_columns(self, tensors: Mapping[str, Tensor], non_tensors: Mapping[str, Any]) -> Self:
-        """Return the batch with columns added or replaced."""
-
+    def tensors(self) -> Mapping[str, Tensor]: ...
+    def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]: ...
+    def row_lengths(self, name: str) -> Tensor: ...
+    def packed(self, name: str, dtype: torch.dtype | None = None) -> Tensor: ...
+    def with_packed(self, tokens: Mapping[str, Tensor]) -> Self: ...
+    def with_ends(self, ends: Mapping[str, Tensor]) -> Self: ...
+    def with_columns(self, tensors: Mapping[str, Tensor], non_tensors: Mapping[str, Any]) -> Self: ...
     def select(
         self, batch_keys: Sequence[str] | None = None, non_tensor_batch_keys: Sequence[str] | None = None
-    ) -> Self:
-        """Return the batch with these columns only; None = all."""
+    ) -> Self: ...
 
 
-BatchT = TypeVar("BatchT", bound=RewardBatch)
+BatchT = TypeVar("BatchT", bound=_RewardBatch)
 
 
 class Failures(NamedTuple):
     """Rows without a score, by kind.
 
     Attributes:
-        first: description of the first failed row.
         first_reward: description of the first row whose conversation did not fail.
     """
 
@@ -209,7 +192,7 @@ class RewardManager:
         batch = with_scores(batch, scores, kept)
 
         metrics, extras = collect_extras([outcome.extras for outcome in outcomes])
-        metrics |= failure_metrics(outcomes, counts)
+        metrics |= _failure_metrics(outcomes, counts)
         extras["reward_failed"] = (~kept).numpy().astype(object)
         extras["reward_failure"] = object_column([outcome.kind for outcome in outcomes])
         kept_columns = [name for name in batch.non_tensor_batch if name != OUTCOME]
@@ -332,8 +315,7 @@ _KINDS = {
 }
 
 
-def failure_metrics(outcomes: Sequence[Outcome], counts: RunCounts) -> dict[str, float]:
-    """Count the rows without a score, by kind of failure."""
+def _failure_metrics(outcomes: Sequence[Outcome], counts: RunCounts) -> dict[str, float]:
     kinds = [outcome.kind for outcome in outcomes]
     return {
         "reward/failed": Total(sum(outcome.failure is not None for outcome in outcomes)),
@@ -348,7 +330,7 @@ def failure_metrics(outcomes: Sequence[Outcome], counts: RunCounts) -> dict[str,
 class _Samples:
     """The samples of a batch: columns, lengths, and token ids without padding, which are read if a row needs them."""
 
-    def __init__(self, batch: RewardBatch) -> None:
+    def __init__(self, batch: _RewardBatch) -> None:
         self._batch = batch
         self.columns = batch.non_tensor_batch
         self.lengths: list[int] = batch.row_lengths("responses").tolist()
@@ -394,7 +376,7 @@ def _unscorable(columns: Mapping[str, np.ndarray], row: int, length: int) -> Out
     return None
 
 
-def _require_columns(batch: RewardBatch) -> None:
+def _require_columns(batch: _RewardBatch) -> None:
     present = {*batch.tensors, *batch.non_tensor_batch}
     missing = {"prompts", "responses", "attention_mask", "data_source", "reward_model"} - present
     if missing:

@@ -102,10 +102,6 @@ def custom_reward_spec(path: str, name: str) -> str:
 def load_reward_function(spec: str, kwargs: Mapping[str, Any] | None = None) -> RewardFunction:
     """Import the reward function of a spec and check its signature.
 
-    Args:
-        spec: a registered name, ``path.py:function``, or ``package.module.function``.
-        kwargs: extra keyword arguments of every call.
-
     Raises:
         RewardFunctionError: the name, file, module or function is missing, importing it fails, or the signature does
             not fit.
@@ -164,7 +160,7 @@ class SourceMap:
         self._cache: dict[str, str] = {}
 
     def find(self, data_source: str) -> str:
-        """Return the spec of the reward function of a data source.
+        """Return a data source's reward function, as a spec.
 
         Raises:
             RewardFunctionError: no function is known for it; the message lists the known data sources.

@@ -1,19 +1,60 @@
-"""The scorer: weighted sum of several reward functions, selected by data source. Imports no torch."""
+"""The scorer: weighted sum of several reward functions, selected by data source, and their arguments from samples.
+
+Imports no torch.
+"""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import Any
+from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.base.child_process import ChildEnvironment
+from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import Outcome
-from megarl.rewards.pool.jobs import RewardJob, RunCounts
-from megarl.rewards.pool.pool import RewardPool
-from megarl.rewards.pool.runner import InDriverRunner, Runner
+from megarl.rewards.pool import InDriverRunner, RewardJob, RewardPool, RunCounts, Runner
 from megarl.rewards.registry import FunctionTraits, RewardFunction
+from megarl.rewards.rules.agent_score import AGENT_RESULT
+
+if TYPE_CHECKING:
+    import numpy as np
+    from transformers import PreTrainedTokenizerBase
+
+
+TokenIds: TypeAlias = "Sequence[int] | np.ndarray"
+
+
+class TaskBuilder:
+    """Builds the arguments of the reward functions from samples."""
+
+    def __init__(self, tokenizer: PreTrainedTokenizerBase, wants_prompt: bool) -> None:
+        self.tokenizer = tokenizer
+        self.wants_prompt = wants_prompt
+
+    def build(self, row: Hashable, columns: Mapping[str, Any], prompt: TokenIds, response: TokenIds) -> RewardTask:
+        """Build the task of a sample from its columns and unpadded token ids.
+
+        Raises:
+            RewardError: it has no ground truth; ``row`` names it.
+        """
+        model = columns["reward_model"]
+        if not hasattr(model, "get") or model.get("ground_truth") is None:
+            text = f"column 'reward_model', row {row} is {model!r:.200}; it must have a 'ground_truth'"
+            raise RewardError(text, code="reward.no-ground-truth")
+        result = columns.get(AGENT_RESULT)
+        return RewardTask(
+            data_source=columns["data_source"],
+            solution_str=self.text(response),
+            ground_truth=model["ground_truth"],
+            extra_info={**(columns.get("extra_info") or {}), **({} if result is None else {AGENT_RESULT: result})},
+            prompt_str=self.text(prompt) if self.wants_prompt else None,
+        )
+
+    def text(self, ids: TokenIds) -> str:
+        """Decode token ids."""
+        return str(self.tokenizer.decode(ids if isinstance(ids, Sequence) else ids.tolist(), skip_special_tokens=True))
 
 
 @dataclass(frozen=True)
@@ -65,7 +106,7 @@ class Scorer:
         return [RewardJob(term.function(task.data_source), task) for term in self.terms]
 
     def outcome_of(self, outcomes: Sequence[Outcome]) -> Outcome:
-        """Return the outcome of a task: the sum of those of its jobs."""
+        """Return a task's outcome: the weighted sum over its jobs."""
         if len(outcomes) == 1 and outcomes[0].failure is None:
             return outcomes[0]._replace(score=self.terms[0].weight * outcomes[0].score)
         for term, outcome in zip(self.terms, outcomes, strict=True):
@@ -93,10 +134,6 @@ class ScorerSpec:
     """Reward functions, and the number of processes that call them; sent to the processes that own a pool.
 
     Attributes:
-        terms: of the weighted sum.
-        traits: calling convention of each.
-        processes: of each pool.
-        max_retries: further attempts after an infrastructure failure.
         preload: numbers of the functions that processes load at the start.
         logs: log folder of the run; None = output of the owner.
     """
@@ -119,7 +156,6 @@ class ScorerSpec:
 
         Args:
             owner: number of the process that owns the pool, among those with a pool of this spec.
-            environment: of the driver, if another process owns the pool.
         """
         first = owner * self.processes
         options = (self.processes, self.max_retries, self.preload, self.logs, first, environment)

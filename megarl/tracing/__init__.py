@@ -2,8 +2,8 @@
 
 from megarl.tracing.collectives import watch_collectives
 from megarl.tracing.profilers import ProfileOptions, RoleProfile
+from megarl.tracing.stacks import TracingOptions, unwatch_process, watch_process
 from megarl.tracing.tracer import PHASE, TRACER, Event, counter, lane_span, past_span, span
-from megarl.tracing.watch import TracingOptions, unwatch_process, watch_process
 
 __all__ = [
     "PHASE",

@@ -19,7 +19,7 @@ from pathlib import Path
 from megarl.base.processes import open_files
 
 BOARD, STACKS = "megarl-board", "megarl-stacks"
-"""Names of the anonymous files of a process."""
+"""Names of a process's anonymous files."""
 _SLOT = struct.Struct("<qH118s")
 _COUNT = struct.Struct("<qH118s")
 _DEPTH, _THREAD = struct.Struct("<H"), struct.Struct("<Q")
@@ -67,11 +67,7 @@ class BoardContent:
 
 
 class Board:
-    """The board of this process; Linux only.
-
-    Args:
-        thread: identifier of the thread whose spans it shows.
-    """
+    """The board of this process; Linux only."""
 
     def __init__(self, thread: int | None) -> None:
         self._fd = os.memfd_create(BOARD)

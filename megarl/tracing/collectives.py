@@ -41,13 +41,13 @@ _SHOWN = {
 }
 
 
-class CollectiveWatch:
+class _CollectiveWatch:
     """Counts collectives by group, and maps each wait to its collective."""
 
     def __init__(self) -> None:
         self._counts: dict[str, int] = defaultdict(int)
         self._labels: dict[str, str] = {}
-        self._works: deque[tuple[int, str]] = deque(maxlen=_MOST_PENDING)
+        self.works: deque[tuple[int, str]] = deque(maxlen=_MOST_PENDING)
 
     def issue(self, group: Any, name: str, args: tuple[Any, ...]) -> str:
         """Count a call; return its description."""
@@ -59,14 +59,6 @@ class CollectiveWatch:
         if TRACER.board is not None:
             TRACER.board.issue(label, name, self._counts[label])
         return f"{name} #{self._counts[label]} of {label}"
-
-    def add_work(self, work: Any, shown: str) -> None:
-        """Remember the description of a call's work handle."""
-        self._works.append((id(work), shown))
-
-    def describe_wait(self, work: Any) -> str:
-        """Return the description of a work handle."""
-        return next((shown for key, shown in reversed(self._works) if key == id(work)), "communication")
 
     def label(self, group: Any) -> str:
         """Return name and ranks of a group."""
@@ -88,14 +80,14 @@ def watch_collectives() -> None:
 
     if hasattr(Work.wait, "__megarl__"):
         return
-    watch = CollectiveWatch()
+    watch = _CollectiveWatch()
     for method in (*_COLLECTIVES, *_POINT_TO_POINT):
         if hasattr(ProcessGroup, method):
             setattr(ProcessGroup, method, _counted(watch, method, getattr(ProcessGroup, method)))
     setattr(Work, "wait", _waited(watch, Work.wait))  # noqa: B010 -- a C++ type without attribute setters
 
 
-def _counted(watch: CollectiveWatch, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
+def _counted(watch: _CollectiveWatch, method: str, original: Callable[..., Any]) -> Callable[..., Any]:
     name = _SHOWN.get(method, method)
 
     @functools.wraps(original)
@@ -105,18 +97,19 @@ def _counted(watch: CollectiveWatch, method: str, original: Callable[..., Any]) 
         shown = watch.issue(group, name, args)
         # Some calls wait inside, such as monitored_barrier.
         work = _in_span(shown, functools.partial(original, group, *args, **kwargs))
-        watch.add_work(work, shown)
+        watch.works.append((id(work), shown))
         return work
 
     return begin
 
 
-def _waited(watch: CollectiveWatch, original: Callable[..., Any]) -> Callable[..., Any]:
+def _waited(watch: _CollectiveWatch, original: Callable[..., Any]) -> Callable[..., Any]:
     @functools.wraps(original)
     def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
         if not TRACER.active:
             return original(work, *args, **kwargs)
-        return _in_span(watch.describe_wait(work), functools.partial(original, work, *args, **kwargs))
+        shown = next((shown for key, shown in reversed(watch.works) if key == id(work)), "communication")
+        return _in_span(shown, functools.partial(original, work, *args, **kwargs))
 
     wait.__megarl__ = True  # type: ignore[attr-defined]
     return wait

@@ -5,7 +5,7 @@ from __future__ import annotations
 import logging
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
 from megarl.tracing.tracer import TRACER
 
@@ -43,16 +43,6 @@ class RoleProfile:
     def of(self, rank: int) -> ProfileOptions | None:
         """Return the options of a rank; None = no profiler."""
         return self.options if not self.ranks or rank in self.ranks else None
-
-
-class Profiler(Protocol):
-    """A profiler, which records from ``start`` to ``stop``."""
-
-    def start(self) -> None:
-        """Start recording."""
-
-    def stop(self, path: Path) -> None:
-        """Stop recording and write the result; ``path`` has no suffix."""
 
 
 class TorchProfiler:
@@ -144,20 +134,19 @@ def _mark(name: str | None) -> None:
 
 
 TOOLS: dict[str, Any] = {"torch": TorchProfiler, "torch_memory": MemoryProfiler, "nsys": NsysRanges}
-"""Profiler classes by the values of ``global_profiler.tool``."""
+"""Profilers by the values of ``global_profiler.tool``; ``stop(path)`` writes the result to a path without suffix."""
 
 
 class ProfiledProcess:
-    """The profiler of a process over the steps of a run.
+    """A process's profiler over a run's steps.
 
     Args:
-        options: profiler options; None = no profiler.
         name: name of the process; start of its file names.
     """
 
     def __init__(self, options: ProfileOptions | None, name: str) -> None:
         self._options, self._name = options, name
-        self._profiler: Profiler | None = None
+        self._profiler: TorchProfiler | MemoryProfiler | NsysRanges | None = None
         self._label = ""
         self._running = False
 

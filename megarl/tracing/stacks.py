@@ -1,4 +1,4 @@
-"""Python stacks of processes on this machine: the writer in a watched process, and the reader outside.
+"""Watched processes: their tracing options, board and Python stacks, written inside and read from outside.
 
 A watched process writes its stacks into an anonymous file on request, in one of two ways. A thread waits at a pipe and
 writes the stacks of the other threads while it holds the GIL. If the GIL is never released, :data:`SIGNAL` makes
@@ -21,12 +21,13 @@ import sys
 import threading
 import time
 from collections.abc import Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from types import FrameType
 
 from megarl.base.processes import child_pids, process_fields, read_kernel_file
-from megarl.tracing.board import STACKS, BoardContent, find_file, read_board
+from megarl.tracing.board import STACKS, Board, BoardContent, find_file, read_board
+from megarl.tracing.profilers import ProfileOptions, RoleProfile
 from megarl.tracing.tracer import TRACER
 
 SIGNAL = signal.SIGUSR2
@@ -36,6 +37,45 @@ _SETTLED_S = 0.05
 _FRAME = re.compile(r'^  File "(?P<file>.*)", line (?P<line>\d+) in (?P<function>.*)$')
 _STATES = {"R": "running", "S": "sleeping", "D": "in the kernel", "T": "stopped", "t": "traced", "Z": "dead"}
 DEAD, STOPPED = "dead", "stopped"
+
+
+@dataclass(frozen=True)
+class TracingOptions:
+    """Tracing options of a run; every process receives them at its start.
+
+    Attributes:
+        watched: show the current activity on a :class:`~megarl.tracing.board.Board`, and write stacks on request.
+    """
+
+    watched: bool = False
+    timeline: bool = False
+    profiles: dict[str, RoleProfile] = field(default_factory=dict)
+
+    @property
+    def active(self) -> bool:
+        """Whether any option is on."""
+        return self.watched or self.timeline or bool(self.profiles)
+
+    def profile(self, role: str, rank: int) -> ProfileOptions | None:
+        """Return the profiler options of a process; None = no profiler."""
+        return self.profiles[role].of(rank) if role in self.profiles else None
+
+
+def watch_process(options: TracingOptions) -> None:
+    """Create the board of this process and serve its stacks, if the options say so (Linux)."""
+    if options.watched and sys.platform.startswith("linux") and TRACER.board is None:
+        TRACER.board = Board(TRACER.thread)
+        serve_stacks()
+
+
+def unwatch_process() -> None:
+    """Stop recording and remove the board, in a process that outlives the run."""
+    TRACER.recording = False
+    TRACER.take()
+    if TRACER.board is not None:
+        TRACER.board.close()
+        TRACER.board = None
+    TRACER.stack.clear()
 
 
 def serve_stacks() -> None:
@@ -94,12 +134,9 @@ class ProcessReport:
 
     Attributes:
         state: ``running``, ``sleeping``, ``in the kernel``, ``stopped``, ``dead``.
-        board: content of its board; None = no board.
         stacks: stacks of all its threads, as text; empty if it wrote none.
         frames: frames of its followed thread (:meth:`Tracer.follow_thread`), innermost first.
         taken_ns: time of the observation on the machine's monotonic clock.
-        command: command line of a process without a role.
-        children: child processes without a role.
     """
 
     pid: int
@@ -144,7 +181,7 @@ def _request_stacks(pid: int) -> Path | None:
 
 
 def _served(file: Path) -> tuple[str, int]:
-    """Return the descriptor of the pipe of a process that serves its stacks, and the identifier of its main thread."""
+    """Return the request pipe's descriptor and the main thread's identifier of a process that serves its stacks."""
     match = re.match(rf"/memfd:{STACKS}:(\d+):(\d+)", os.readlink(file))
     if match is None:
         raise OSError(f"{file} belongs to another version of megarl")
@@ -203,15 +240,14 @@ def thread_frames(stacks: str, thread: int) -> tuple[Frame, ...]:
 
 
 def _report(pid: int, stacks: str, with_children: bool) -> ProcessReport:
-    children = [_child(child) for child in child_pids(pid)] if with_children else []
+    children = [
+        ProcessReport(child, process_state(child), taken_ns=time.monotonic_ns(), command=_command(child))
+        for child in (child_pids(pid) if with_children else ())
+    ]
     board = read_board(pid)
     command = _command(pid) if board is None else ""
     frames = thread_frames(stacks, board.thread if board is not None else _main_thread(pid))
     return ProcessReport(pid, process_state(pid), board, stacks, frames, time.monotonic_ns(), command, tuple(children))
-
-
-def _child(pid: int) -> ProcessReport:
-    return ProcessReport(pid, process_state(pid), taken_ns=time.monotonic_ns(), command=_command(pid))
 
 
 def _is_complete(file: Path, texts: dict[int, str], pid: int) -> bool:

@@ -79,8 +79,7 @@ def unreachable_process(pid: int) -> ProcessReport:
     return ProcessReport(pid, _NO_REPLY)
 
 
-def current_wait(process: ObservedProcess) -> Wait | None:
-    """Return the collective that a process waits in, or None."""
+def _current_wait(process: ObservedProcess) -> Wait | None:
     for name in reversed(process.spans):
         match = _WAIT.match(name)
         if match:
@@ -91,7 +90,7 @@ def current_wait(process: ObservedProcess) -> Wait | None:
 
 def explain_stall(processes: Sequence[ObservedProcess]) -> str:
     """Describe the activity of each process, one line each, culprits first."""
-    waits = {process: wait for process in processes if (wait := current_wait(process)) and not process.is_stuck}
+    waits = {process: wait for process in processes if (wait := _current_wait(process)) and not process.is_stuck}
     awaited = _waiters(processes, waits)
     culprits = [process for process in processes if process.is_stuck or (process in awaited and process not in waits)]
     lines = [
@@ -139,7 +138,7 @@ def describe_frames(frames: Sequence[Frame]) -> str:
     return f"{wait + ' ' if wait else ''}at {inner}{outer}"
 
 
-def render_process(process: ObservedProcess) -> str:
+def _render_process(process: ObservedProcess) -> str:
     """Format the observed state of a process as text."""
     report = process.report
     lines = [f"{process.name}, pid {report.pid} on {process.host}: {report.state}", ""]
@@ -158,7 +157,7 @@ def render_process(process: ObservedProcess) -> str:
 def write_stall(folder: Path, summary: str, processes: Iterable[ObservedProcess]) -> None:
     """Write the summary and a file per process into a new folder."""
     for process in processes:
-        RUN_WRITER.replace(folder / process.file_name, render_process(process))
+        RUN_WRITER.replace(folder / process.file_name, _render_process(process))
     RUN_WRITER.replace(folder / "summary.txt", summary + "\n")
 
 
@@ -190,7 +189,7 @@ def _has_issued(member: ObservedProcess, wait: Wait, waits: Mapping[ObservedProc
 def _describe_waiters(waiting: Sequence[ObservedProcess]) -> str:
     if not waiting:
         return ""
-    wait = current_wait(waiting[0])
+    wait = _current_wait(waiting[0])
     ranks = ", ".join(str(process.rank) for process in waiting)
     return f"; {waiting[0].role} rank{'s' * (len(waiting) > 1)} {ranks} wait{'s' * (len(waiting) == 1)} for it" + (
         f" in {wait.call} of {wait.group}" if wait else ""

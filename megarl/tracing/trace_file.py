@@ -10,7 +10,6 @@ import gzip
 import json
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from types import TracebackType
 from typing import Any, NamedTuple, Self
 
 from megarl.base.errors import ConfigError
@@ -20,14 +19,13 @@ from megarl.tracing.tracer import Event
 
 TRACE_FILE = "trace.json"
 MAIN_LANE = "main"
-"""Lane of the followed thread of a process."""
+"""Lane of a process's followed thread."""
 
 
 class TraceFile:
     """Writes a timeline file.
 
     Args:
-        path: the file; its folder is created.
         origin_ns: time on this machine's monotonic clock that becomes time 0 of the file.
     """
 
@@ -42,9 +40,7 @@ class TraceFile:
     def __enter__(self) -> Self:
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self.close()
 
     def name_process(self, process: int, name: str, labels: str = "") -> None:
@@ -55,11 +51,7 @@ class TraceFile:
             self._line({"ph": "M", "name": "process_labels", "pid": process, "args": {"labels": labels}})
 
     def write(self, process: int, events: Iterable[Event], offset_ns: int = 0) -> None:
-        """Write the events of a process.
-
-        Args:
-            offset_ns: offset of its clock from this machine's clock.
-        """
+        """Write the events of a process."""
         for event in events:
             start = (event.start_ns - offset_ns - self._origin_ns) / 1000
             line: dict[str, Any] = {"ph": event.kind, "name": event.name, "ts": start, "pid": process}

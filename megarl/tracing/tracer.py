@@ -14,7 +14,6 @@ import threading
 import time
 from collections.abc import Callable
 from contextlib import AbstractContextManager, nullcontext
-from types import TracebackType
 from typing import Any, NamedTuple
 
 from megarl.base.formatting import MIB
@@ -22,7 +21,7 @@ from megarl.base.processes import resident_bytes
 from megarl.tracing.board import Board
 
 PHASE = "phase"
-"""Category of the phases of a step, in the driver."""
+"""Category of a step's phases, in the driver."""
 MISSING_EVENTS = "left out"
 """Category of the instants that report missing events."""
 MOST_EVENTS = 500_000
@@ -38,7 +37,6 @@ class Event(NamedTuple):
         start_ns: start on the machine's monotonic clock.
         duration_ns: duration of a span; otherwise 0.
         lane: thread or other lane of the process; empty = the followed thread.
-        args: further values to show.
     """
 
     kind: str
@@ -59,12 +57,10 @@ class Tracer:
     """Events of this process since the last collection, and the open spans of one thread, first its main thread.
 
     Attributes:
-        recording: whether events are kept.
         watcher: called with the name of a span at its start, and with None at its end; for NVTX.
         board: board that shows the spans of the followed thread; None = no board.
         thread: identifier of the followed thread, see :meth:`follow_thread`.
         moved_ns: time of the last progress: start or end of a span of that thread, or a call of :meth:`progress`.
-        completed: names of the phases that have ended.
         waited_ns: nanoseconds in collectives since the start of the process, counted while the tracer is active.
     """
 
@@ -175,9 +171,7 @@ class _Span(AbstractContextManager[None]):
             shown += " " + " ".join(f"{key}={value}" for key, value in self._args.items())
         self._start = TRACER.enter(self._name, self._category, shown)
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         TRACER.leave(self._name, self._category, self._start, self._args, lane=self._lane)
 
 
@@ -207,7 +201,7 @@ def past_span(name: str, category: str, start_ns: int, lane: str, **args: Any) -
 
 
 def count_memory() -> None:
-    """Record counters of the memory of this process in MiB: host, and torch's on its GPU."""
+    """Record this process's memory in MiB: host, and torch's on its GPU."""
     if not TRACER.recording:
         return
     values: dict[str, float] = {"host": resident_bytes() / MIB}

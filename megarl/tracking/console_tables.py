@@ -1,7 +1,6 @@
-"""Tables of the console: a row of metrics per step, and a row per data source for validations.
+"""Tables of the console: a row per step, a row per data source of a validation, and the closing summary.
 
-Nothing here prints. The step table is as wide as its columns, at most the given width. Phases that did not happen have
-no column. On a narrow terminal all phase columns are dropped.
+Phases that did not happen have no column in the step table. On a narrow terminal all phase columns are dropped.
 """
 
 from __future__ import annotations
@@ -10,13 +9,18 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import pairwise
+from typing import Any
 
 from rich import box
 from rich.table import Table
 from rich.text import Text
 
+from megarl.base.formatting import duration
+
 Metrics = Mapping[str, float]
 _PROMPTS = re.compile(r"val-aux/(.+)/num_prompts")
+_BLOCKS = "▁▂▃▄▅▆▇█"
 
 
 def number_cell(value: float, width: int) -> str:
@@ -61,8 +65,6 @@ class MetricColumn:
     Attributes:
         read: returns its value from a step's metrics; None = the step has no value.
         width: characters of a cell.
-        show: formats a value within a width.
-        is_spare: the live view drops it first if the figures do not fit.
         phase: description of the phase, for columns with the seconds of a phase, which appear once the phase happened.
     """
 
@@ -72,33 +74,30 @@ class MetricColumn:
     show: Callable[[float, int], str] = number_cell
     style: str = ""
     phase: str = ""
-    is_spare: bool = False
 
 
-def first_of(*names: str) -> Callable[[Metrics], float | None]:
-    """Return a reader of the first of these metrics that a step has."""
+def _first_of(*names: str) -> Callable[[Metrics], float | None]:
     return lambda metrics: next((metrics[name] for name in names if name in metrics), None)
 
 
-def tokens_per_second(metrics: Metrics) -> float | None:
-    """Compute the tokens per second of a step, summed over devices."""
+def _tokens_per_second(metrics: Metrics) -> float | None:
     tokens, seconds = metrics.get("perf/total_num_tokens"), metrics.get("timing_s/step")
     return tokens / seconds if tokens is not None and seconds else metrics.get("perf/throughput")
 
 
 def _phase(header: str, name: str, meaning: str) -> MetricColumn:
-    return MetricColumn(header, first_of(f"timing_s/{name}"), 4, seconds_cell, "dim", phase=meaning)
+    return MetricColumn(header, _first_of(f"timing_s/{name}"), 4, seconds_cell, "dim", phase=meaning)
 
 
 _TOTALS = (
-    MetricColumn("sec", first_of("timing_s/step"), 4, seconds_cell),
-    MetricColumn("tok/s", tokens_per_second, 5, rate_cell),
+    MetricColumn("sec", _first_of("timing_s/step"), 4, seconds_cell),
+    MetricColumn("tok/s", _tokens_per_second, 5, rate_cell),
 )
 RL_COLUMNS = (
-    MetricColumn("reward", first_of("critic/score/mean"), 6, style="bold green"),
-    MetricColumn("KL", first_of("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), 6, style="magenta"),
-    MetricColumn("entropy", first_of("actor/entropy"), 7, style="cyan", is_spare=True),
-    MetricColumn("len", first_of("response_length/mean"), 5, length_cell, is_spare=True),
+    MetricColumn("reward", _first_of("critic/score/mean"), 6, style="bold green"),
+    MetricColumn("KL", _first_of("actor/reward_kl_penalty", "actor/kl_loss", "actor/ppo_kl"), 6, style="magenta"),
+    MetricColumn("entropy", _first_of("actor/entropy"), 7, style="cyan"),
+    MetricColumn("len", _first_of("response_length/mean"), 5, length_cell),
     _phase("gen", "gen", "generation"),
     _phase("rew", "reward", "reward"),
     _phase("old", "old_log_prob", "old log-probs"),
@@ -113,17 +112,17 @@ RL_COLUMNS = (
     *_TOTALS,
 )
 SFT_COLUMNS = (
-    MetricColumn("loss", first_of("train/loss"), 7, style="bold green"),
-    MetricColumn("accuracy", first_of("train/accuracy"), 8, style="cyan"),
-    MetricColumn("grad norm", first_of("train/grad_norm"), 9, is_spare=True),
-    MetricColumn("lr", first_of("train/lr"), 7, style="dim", is_spare=True),
+    MetricColumn("loss", _first_of("train/loss"), 7, style="bold green"),
+    MetricColumn("accuracy", _first_of("train/accuracy"), 8, style="cyan"),
+    MetricColumn("grad norm", _first_of("train/grad_norm"), 9),
+    MetricColumn("lr", _first_of("train/lr"), 7, style="dim"),
     *_TOTALS,
 )
 PAIR_COLUMNS = (
     *SFT_COLUMNS[:2],
-    MetricColumn("margin", first_of("train/margin"), 7, style="magenta"),
+    MetricColumn("margin", _first_of("train/margin"), 7, style="magenta"),
     *SFT_COLUMNS[2:4],
-    MetricColumn("val acc", first_of("val/accuracy"), 7, style="bold cyan"),
+    MetricColumn("val acc", _first_of("val/accuracy"), 7, style="bold cyan"),
     *_TOTALS,
 )
 
@@ -132,17 +131,13 @@ class StepTable:
     """Layout of the step table: header and rows.
 
     Args:
-        columns: columns besides the step.
         width: largest number of characters of a line.
     """
 
-    def __init__(
-        self, columns: Sequence[MetricColumn], width: int, total_steps: int | None = None, is_ascii: bool = False
-    ) -> None:
+    def __init__(self, columns: Sequence[MetricColumn], width: int, total_steps: int | None = None) -> None:
         self.columns = tuple(columns)
         self.width = width
         self.total_steps = total_steps
-        self.rule, self.nothing, self.dot = ("|", "-", "/") if is_ascii else ("│", "·", "·")
         self.shown: tuple[MetricColumn, ...] = tuple(column for column in columns if not column.phase)
 
     @property
@@ -172,14 +167,14 @@ class StepTable:
         line.append(step.rjust(self._step_width), style=style or "bold")
         was_phase: bool | None = None
         for (cell, cell_style), column in zip(cells, columns, strict=True):
-            line.append(f" {self.rule} " if bool(column.phase) != was_phase else " ", style="dim")
+            line.append(" │ " if bool(column.phase) != was_phase else " ", style="dim")
             line.append(cell.rjust(column.width), style=style or cell_style)
             was_phase = bool(column.phase)
         return line
 
     def legend(self) -> Text:
         """Explain the phase headers in one line; empty if no phase is shown."""
-        names = f" {self.dot} ".join(f"{column.header} {column.phase}" for column in self.shown if column.phase)
+        names = " · ".join(f"{column.header} {column.phase}" for column in self.shown if column.phase)
         return Text(f"seconds per phase: {names}" if names else "", style="dim")
 
     def header(self) -> Text:
@@ -192,7 +187,7 @@ class StepTable:
         values = [column.read(metrics) for column in self.shown]
         slowest = max((v for v, column in zip(values, self.shown, strict=True) if column.phase and v), default=None)
         cells = [
-            (self.nothing, "dim") if value is None
+            ("·", "dim") if value is None
             else (column.show(value, column.width), "yellow" if column.phase and value == slowest else column.style)
             for value, column in zip(values, self.shown, strict=True)
         ]  # fmt: skip
@@ -254,3 +249,50 @@ def _variable(metrics: Mapping[str, float], source: str, mean: str) -> str:
 
 def _cell(metrics: Mapping[str, float], name: str, form: str) -> str:
     return format(metrics[name], form) if name in metrics else "-"
+
+
+def sparkline(values: Sequence[float], width: int = 40) -> str:
+    """Draw a curve in one line of text: block characters for the means of ``width`` equal stretches.
+
+    Values that are not finite are skipped.
+    """
+    values = [value for value in values if math.isfinite(value)]
+    if not values:
+        return ""
+    count = min(width, len(values))
+    edges = [len(values) * index // count for index in range(count + 1)]
+    means = [sum(values[a:b]) / (b - a) for a, b in pairwise(edges)]
+    low, span = min(means), (max(means) - min(means)) or 1.0
+    return "".join(_BLOCKS[round((mean - low) / span * (len(_BLOCKS) - 1))] for mean in means)
+
+
+def plain_summary(summary: Mapping[str, Any], title: str) -> list[str]:
+    """Format a run's closing summary as lines; missing and None entries are skipped."""
+    stopped = summary.get("stopped")
+    facts: dict[str, str] = {}
+    before, after = summary.get("val_accuracy_before"), summary.get("val_accuracy_after")
+    if before is not None and after is not None:
+        facts["held-out accuracy"] = f"{before:.3f} -> {after:.3f}  ({after - before:+.3f})"
+    elif after is not None:
+        facts["held-out accuracy"] = f"{after:.3f}"
+    elif before is not None:
+        facts["held-out accuracy"] = f"{before:.3f} before training"
+    if rewards := summary.get("rewards"):
+        facts["reward"] = f"{rewards[0]:.3f} {sparkline(rewards)} {rewards[-1]:.3f}"
+    if (steps := summary.get("steps")) is not None:
+        seconds = summary.get("train_seconds")
+        facts["steps"] = f"{steps} in {duration(seconds)}" if seconds is not None else str(steps)
+    if (seconds := summary.get("wall_seconds")) is not None:
+        facts["whole run"] = duration(seconds)
+    for label, name, form in (
+        ("skipped optimizer steps", "skipped_steps", "{} (non-finite loss or gradient)"),
+        ("rollout", "rollout_tokens_per_s", "{:,.0f} tokens/s generated"),
+        ("update", "update_tokens_per_s", "{:,.0f} tokens/s trained on"),
+        ("console output", "refused_output", "{:,} characters refused by a full disk; metrics and logs have the rest"),
+        ("policy", "hf_dir", "{}"),
+        ("report", "report", "{}"),
+    ):
+        if summary.get(name) is not None:
+            facts[label] = form.format(summary[name])
+    state = f"ended early ({stopped})" if stopped else "finished"
+    return [f"{title}: {state}", *(f"  {label}: {text}" for label, text in facts.items())]

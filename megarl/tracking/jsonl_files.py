@@ -19,7 +19,11 @@ from megarl.base.json_text import format_json, parse_json
 from megarl.base.run_writer import RUN_WRITER
 
 MetricsRow = dict[str, float]
-METRICS_FILE = "metrics.jsonl"
+METRICS_FILE, REPORT_FILE = "metrics.jsonl", "report.html"
+VALIDATION_PREFIX = "val-core/"
+"""Beginning of the metrics that measure a validation; verl's name."""
+SKIPPED_STEPS_SUFFIX = "/skipped_steps"
+"""End of the metrics that count skipped optimizer steps, after the role."""
 
 BALANCE_FILE = "balance.jsonl"
 BALANCE_BYTES = 16 << 20
@@ -59,7 +63,6 @@ class MetricsFile:
     """Appends rows to a metrics file.
 
     Args:
-        path: the file; its folder is created.
         resumed_step: None for a new run: an existing file is renamed to ``<name>.old``. The step of the checkpoint for
             a resumed run: rows of later steps, which will be logged again, are dropped.
     """

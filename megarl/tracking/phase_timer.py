@@ -1,4 +1,4 @@
-"""Timers of the phases of a step, for the metrics ``timing_s/<phase>``."""
+"""Timers of a step's phases, for the metrics ``timing_s/<phase>``."""
 
 from __future__ import annotations
 
@@ -13,11 +13,7 @@ def unhidden_seconds(names: Iterable[str], seconds: Mapping[str, float], hidden:
 
 
 class PhaseTimer:
-    """Sums the wall seconds of named phases; phases may nest and repeat.
-
-    Args:
-        clock: monotonic clock in seconds.
-    """
+    """Sums the wall seconds of named phases; phases may nest and repeat."""
 
     def __init__(self, clock: Callable[[], float] = time.perf_counter) -> None:
         self._clock = clock

@@ -33,7 +33,6 @@ def begin_samples(folder: Path, resumed_step: int | None) -> None:
     """Prepare the folder of a run's samples, which an earlier run may have used.
 
     Args:
-        folder: folder of the samples of all kinds.
         resumed_step: None for a new run: an existing folder is renamed to ``<name>.old``. The step of the checkpoint
             for a resumed run: samples of later steps, which will be written again, are deleted.
     """
@@ -54,9 +53,6 @@ class SampleFiles:
 
     When the files reach the size limit, every second step is deleted, and from then on only every second step is kept.
     The first step and the latest step are always kept.
-
-    Args:
-        folder: folder of the files; created with the first file.
     """
 
     def __init__(self, folder: Path, limit_bytes: int = FOLDER_BYTES) -> None:

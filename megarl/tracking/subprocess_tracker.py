@@ -1,9 +1,8 @@
 """A tracker in a subprocess: records go through a bounded queue, in order, with retries and back-off.
 
-The driver only appends to a queue. A thread sends the records one by one to the tracker's process
-(:mod:`megarl.tracking.tracker_worker`). Network errors and hangs are retried with growing pauses until they succeed;
-a refused record is retried a few times. A full queue drops its oldest records. A failure is reported once, and at the
-end the number of lost records.
+The driver only appends to a queue. A thread sends the records one by one to the tracker's process (:func:`main`).
+Network errors and hangs are retried with growing pauses until they succeed; a refused record is retried a few times. A
+full queue drops its oldest records. A failure is reported once, and at the end the number of lost records.
 """
 
 from __future__ import annotations
@@ -11,42 +10,29 @@ from __future__ import annotations
 import contextlib
 import dataclasses
 import logging
+import os
+import queue
 import re
 import subprocess
 import textwrap
 import threading
 import time
+import traceback
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import dataclass
+from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
-from megarl.base.child_process import ChildProcess
-from megarl.tracking.tracker import RunInfo, Tracker
-from megarl.tracking.tracker_worker import DONE, UNREACHABLE, CallResult
+from megarl.base.child_process import ChildProcess, open_connection
+from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker
 
 logger = logging.getLogger(__name__)
 
 LONGEST_TEXT = 300
 """Characters of a reported failure; the tracker's log has the whole text."""
-
-
-@dataclass(frozen=True)
-class RetryPolicy:
-    """Retries, pauses and limits of a subprocess tracker.
-
-    Attributes:
-        queued: capacity of the queue; a new record replaces the oldest.
-        attempts: attempts to send a record that is refused or kills the process.
-        first_pause_s: pause after the first failure; it doubles with each further failure.
-        longest_pause_s: limit of the pause.
-    """
-
-    queued: int = 1000
-    attempts: int = 4
-    first_pause_s: float = 1.0
-    longest_pause_s: float = 60.0
+_DONE, _UNREACHABLE, _REFUSED = "done", "unreachable", "refused"
+"""Results of a call. ``_UNREACHABLE``: an I/O error that a retry may cure; ``_REFUSED``: the fault of the record."""
 
 
 class TrackerError(Exception):
@@ -62,63 +48,29 @@ class TrackerError(Exception):
         self.retryable, self.lost = retryable, lost
 
 
-class TrackerProcess:
-    """The process of a tracker.
-
-    Args:
-        log: file that its output is appended to; None = discard it.
-        timeout_s: seconds for the tracker to finish if this process dies.
-    """
-
-    def __init__(self, log: Path | None, timeout_s: float) -> None:
-        with contextlib.ExitStack() as stack:
-            output: Any = subprocess.DEVNULL if log is None else stack.enter_context(log.open("ab"))
-            self.child = ChildProcess("megarl.tracking.tracker_worker:main", timeout_s, output=output)
-
-    def call(self, name: str, *args: Any, timeout_s: float) -> str:
-        """Make a call (:class:`megarl.tracking.tracker_worker.TrackerCall`); return the text of its result.
-
-        Raises:
-            TrackerError: the call failed or timed out.
-        """
-        try:
-            result = CallResult(*self.child.request((name, args), timeout_s))
-        except TimeoutError:
-            raise TrackerError(f"no reply to {name} within {timeout_s:.0f} s", retryable=True, lost=True) from None
-        except EOFError as error:
-            raise TrackerError(f"{error} in {name}", lost=True) from error
-        if result.status != DONE:
-            raise TrackerError(result.text, retryable=result.status == UNREACHABLE)
-        return result.text
-
-
 class SubprocessTracker(Tracker):
     """Runs a tracker in a subprocess; its setup has passed :func:`megarl.tracking.check_trackers`.
 
-    Args:
-        name: entry of ``trainer.logger``; the subprocess imports the class.
-        run: description of the run; ``timeout_s`` limits each call.
+    Attributes:
+        attempts: attempts to send a record that is refused or kills the process.
+        pauses_s: first and longest pause after a failure; the pause doubles with each failure.
     """
 
-    def __init__(
-        self,
-        name: str,
-        run: RunInfo,
-        report: Callable[[str], None],
-        policy: RetryPolicy | None = None,
-    ) -> None:
+    attempts = 4
+    pauses_s = 1.0, 60.0
+
+    def __init__(self, name: str, run: RunInfo, report: Callable[[str], None], capacity: int = 1000) -> None:
         self.name = name
         self.run = dataclasses.replace(run, console=None)
-        self.policy = policy or RetryPolicy()
         self.delivered = self.dropped = 0
         self.failure = ""  # the first failure of the latest series
         self._report = report
         self._failing = self._reported = False
-        self._leftover = ""
-        self._records: deque[tuple[str, Any, int]] = deque()
+        self._advice = ""
+        self._records: deque[tuple[str, Any, int]] = deque(maxlen=capacity)
         self._change = threading.Condition()
         self._deadline: float | None = None  # set at the end of the run
-        self._process: TrackerProcess | None = None
+        self._process: ChildProcess | None = None
         self._opened = False
         self._thread = threading.Thread(target=self._work, name=f"tracker {name}", daemon=True)
         self._thread.start()
@@ -149,27 +101,18 @@ class SubprocessTracker(Tracker):
         if self.dropped:
             total = self.delivered + self.dropped
             text = f"tracker {self.name}: {self.dropped} of {total} records did not arrive ({self.failure})"
-            self._report(f"{text}; metrics.jsonl has all metrics{self._advice()}")
+            self._report(f"{text}; metrics.jsonl has all metrics{self._advice}")
 
     def _put(self, record: tuple[str, Any, int]) -> None:
         with self._change:
-            if len(self._records) >= self.policy.queued:
-                self._records.popleft()
-                self._drop(1)
+            self.dropped += len(self._records) == self._records.maxlen
             self._records.append(record)
             self._change.notify_all()
 
-    def _drop(self, count: int) -> None:
-        with self._change:
-            self.dropped += count
-
     def _drop_all(self) -> None:
         with self._change:
-            self._drop(len(self._records))
+            self.dropped += len(self._records)
             self._records.clear()
-
-    def _advice(self) -> str:
-        return f"; {self._leftover}" if self._leftover else ""
 
     def _log_file(self) -> Path | None:
         label = re.split(r"[.:]", self.name)[-1]
@@ -191,64 +134,81 @@ class SubprocessTracker(Tracker):
 
     def _deliver(self, record: tuple[str, Any, int]) -> None:
         """Send a record, with retries, or count it as dropped."""
-        attempt, pause_s = 0, self.policy.first_pause_s
+        attempt, (pause_s, longest_pause_s) = 0, self.pauses_s
         while True:
             was_over = self._deadline is not None
             try:
-                self._open_process().call(record[0], *record[1:], timeout_s=self._time_left())
+                self._open()
+                self._call(*record, timeout_s=self._time_left())
             except TrackerError as failure:
                 self._note(failure)
                 attempt += not failure.retryable
-                if attempt >= self.policy.attempts:
-                    self._drop(1)
-                    return
-                if was_over and failure.retryable:  # the run is over, and the next record would fail likewise
-                    self._drop(1)
-                    self._drop_all()
+                is_unreachable = was_over and failure.retryable  # the run is over, and the next record would fail, too
+                if attempt >= self.attempts or is_unreachable:
+                    with self._change:
+                        self.dropped += 1
+                    if is_unreachable:
+                        self._drop_all()
                     return
                 with self._change:
                     self._change.wait_for(lambda: self._deadline is not None, pause_s)
-                pause_s = min(2 * pause_s, self.policy.longest_pause_s)
+                pause_s = min(2 * pause_s, longest_pause_s)
             else:
                 self._note_success()
                 return
 
-    def _open_process(self) -> TrackerProcess:
-        process = self._started()
-        if not self._opened:
-            try:
-                self._leftover = process.call("open", self.name, self.run, timeout_s=self._time_left())
-            except TrackerError as failure:
-                # Before the tracker is open, no failure is the fault of a record.
-                failure.retryable = failure.lost = True
-                raise
-            self._opened = True
-        return process
+    def _open(self) -> None:
+        """Start the process and open the tracker in it, if necessary; a failure is not the fault of a record."""
+        try:
+            if self._process is None:
+                self._opened = False
+                with contextlib.ExitStack() as stack:
+                    output: Any = subprocess.DEVNULL
+                    if (log := self._log_file()) is not None:
+                        log.parent.mkdir(parents=True, exist_ok=True)
+                        output = stack.enter_context(log.open("ab"))
+                    self._process = ChildProcess(f"{__name__}:main", self.run.timeout_s, output=output)
+            if not self._opened:
+                text = self._call("open", self.name, self.run, timeout_s=self._time_left())
+                self._advice = f"; {text}" if text else ""
+                self._opened = True
+        except OSError as error:
+            raise TrackerError(f"its process cannot be started: {error}", retryable=True) from error
+        except TrackerError as failure:
+            failure.retryable = failure.lost = True
+            raise
 
-    def _started(self) -> TrackerProcess:
-        if self._process is None:
-            log = self._log_file()
-            try:
-                if log is not None:
-                    log.parent.mkdir(parents=True, exist_ok=True)
-                self._process = TrackerProcess(log, self.run.timeout_s)
-            except OSError as error:
-                raise TrackerError(f"its process cannot be started: {error}", retryable=True) from error
-            self._opened = False
-        return self._process
+    def _call(self, name: str, *args: Any, timeout_s: float) -> str:
+        """Call a method of the tracker in its process; return the text of the result.
+
+        Raises:
+            TrackerError: the call failed or timed out.
+        """
+        process = self._process
+        if process is None:  # :meth:`finish` has ended it
+            raise TrackerError("its process ended", lost=True)
+        try:
+            status, text = process.request((name, *args), timeout_s)
+        except TimeoutError:
+            raise TrackerError(f"no reply to {name} within {timeout_s:.0f} s", retryable=True, lost=True) from None
+        except EOFError as error:
+            raise TrackerError(f"{error} in {name}", lost=True) from error
+        if status != _DONE:
+            raise TrackerError(text, retryable=status == _UNREACHABLE)
+        return str(text)
 
     def _finish_process(self) -> None:
         if self._process is None or not self._opened:
             return
         try:
-            self._process.call("finish", timeout_s=self._time_left())
+            self._call("finish", timeout_s=self._time_left())
         except TrackerError as failure:
-            self._report(f"tracker {self.name}: it did not send all records in time ({failure}){self._advice()}")
+            self._report(f"tracker {self.name}: it did not send all records in time ({failure}){self._advice}")
 
     def _end_process(self) -> None:
         process, self._process = self._process, None
         if process is not None:
-            process.child.kill()
+            process.kill()
 
     def _time_left(self) -> float:
         left = self.run.timeout_s if self._deadline is None else self._deadline - time.monotonic()
@@ -274,3 +234,53 @@ class SubprocessTracker(Tracker):
             waiting, lost = len(self._records), f"; {self.dropped} records are lost" if self.dropped else ""
             self._report(f"tracker {self.name} works again, {waiting} records are waiting{lost}")
         self._failing = self._reported = False
+
+
+def main(handle: int, timeout_s: float) -> None:
+    """Execute the driver's calls in order until it closes the connection, finish the tracker, and exit the process.
+
+    Args:
+        handle: file descriptor of the connection to the driver.
+        timeout_s: seconds for the tracker to finish if the driver is gone.
+    """
+    connection = open_connection(handle)
+    calls: queue.SimpleQueue[tuple[Any, ...] | None] = queue.SimpleQueue()
+    threading.Thread(target=_read, args=(connection, calls, timeout_s), daemon=True).start()
+    tracker: Tracker | None = None
+    name = ""
+    while name != "finish":
+        name, *args = calls.get() or ("finish",)  # None: the driver is gone
+        result = _DONE, ""
+        try:
+            if name == "open":
+                tracker = TRACKERS.find(args[0])(args[1])
+                result = _DONE, tracker.leftover()
+            elif tracker is not None:
+                getattr(tracker, name)(*args)
+        except (Exception, SystemExit) as error:
+            print(time.strftime("%Y-%m-%d %H:%M:%S"), "failed:", name, flush=True)
+            traceback.print_exc()
+            result = _UNREACHABLE if _has_io_error(error) else _REFUSED, f"{type(error).__name__}: {error}"
+        with contextlib.suppress(OSError):
+            connection.send(result)
+    os._exit(0)  # exit handlers of a package may hang
+
+
+def _read(connection: Connection, calls: queue.SimpleQueue[tuple[Any, ...] | None], timeout_s: float) -> None:
+    """Receive calls in a thread, so that the end of the driver is noticed during a call that hangs."""
+    try:
+        while True:
+            calls.put(connection.recv())
+    except (EOFError, OSError):
+        calls.put(None)
+    time.sleep(timeout_s)
+    os._exit(1)
+
+
+def _has_io_error(error: BaseException | None) -> bool:
+    """Whether the chain of causes has an ``OSError``, which includes the errors of requests, sockets and files."""
+    while error is not None:
+        if isinstance(error, OSError):
+            return True
+        error = error.__cause__ or error.__context__
+    return False

@@ -17,15 +17,14 @@ from megarl.tracking.jsonl_files import METRICS_FILE, MetricsRow, read_metrics
 
 SWEEP_FILE, TABLE_FILE = "sweep.json", "sweep.csv"
 DEFAULT_METRICS = ("critic/score/mean", "val/loss", "train/loss")
-"""Objectives of runs without validation of generated responses: the first one that a run logged."""
+"""Objectives for runs that generate no validation responses: the first one that a run logged."""
 
 
 @dataclass(frozen=True)
 class RunResult:
-    """Result of one run of a sweep.
+    """Result of one run in a sweep.
 
     Attributes:
-        metric: name of the objective.
         value: value of the objective; None if the run failed or has no objective.
     """
 
@@ -91,7 +90,7 @@ def best_of(results: Sequence[RunResult], minimize: bool) -> RunResult | None:
     return pick(valued, key=lambda result: result.value or 0.0, default=None)
 
 
-def varied_keys(results: Sequence[RunResult]) -> list[str]:
+def _varied_keys(results: Sequence[RunResult]) -> list[str]:
     """Return the keys whose values differ between runs; all keys of a single run."""
     keys = list(dict.fromkeys(key for result in results for key in result.overrides))
     values = {key: {result.overrides.get(key) for result in results} for key in keys}
@@ -100,7 +99,7 @@ def varied_keys(results: Sequence[RunResult]) -> list[str]:
 
 def sweep_table(results: Sequence[RunResult], minimize: bool = False) -> str:
     """Format results as a text table: varied keys, value or error; the best run is marked."""
-    keys, best = varied_keys(results), best_of(results, minimize)
+    keys, best = _varied_keys(results), best_of(results, minimize)
     metric = next((result.metric for result in results if result.value is not None), None) or "result"
     rows = [["run", *keys, metric]]
     for result in results:
@@ -116,7 +115,7 @@ def save_sweep(folder: Path, results: Sequence[RunResult], minimize: bool = Fals
     best = best_of(results, minimize)
     content = {"runs": [asdict(result) for result in results], "best": best.folder if best else None}
     RUN_WRITER.replace(folder / SWEEP_FILE, json.dumps(content, indent=1) + "\n")
-    keys, table = varied_keys(results), io.StringIO(newline="")
+    keys, table = _varied_keys(results), io.StringIO(newline="")
     writer = csv.writer(table)
     writer.writerow(["run", *keys, "metric", "value", "error"])
     for result in results:

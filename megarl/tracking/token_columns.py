@@ -106,7 +106,6 @@ class TokenValues:
         """Concatenate with further tokens, with a gap of text without tokens between them.
 
         Args:
-            other: tokens with the same columns.
             between: characters of the gap; its values are NaN.
         """
         gap = np.array([np.nan], dtype=np.float32)

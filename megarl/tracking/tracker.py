@@ -84,12 +84,8 @@ TRACKERS: Registry[TrackerFactory] = Registry(
 register_tracker = TRACKERS.register
 
 
-def check_package(tracker: str, package: str) -> None:
-    """Check that a tracker's optional package is installed, without importing it.
-
-    Raises:
-        ConfigError: the package is missing; the message names the extra that installs it.
-    """
+def _check_package(tracker: str, package: str) -> None:
+    """Check that a tracker's optional package is installed, without importing it."""
     if not is_installed(package):
         command = install_command(tracker) if tracker in TRACKERS else f"pip install '{package}'"
         raise ConfigError(
@@ -114,7 +110,7 @@ def check_trackers(names: Sequence[str]) -> None:
             )
         package = getattr(factory, "package", None)
         if package is not None:
-            check_package(name, package)
+            _check_package(name, package)
         if isinstance(factory, type) and issubclass(factory, Tracker):
             try:
                 factory.check()

@@ -6,7 +6,7 @@ import logging
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any
 
-from megarl.tracking.run_summary import SKIPPED_STEPS_SUFFIX
+from megarl.tracking.jsonl_files import SKIPPED_STEPS_SUFFIX
 from megarl.tracking.subprocess_tracker import SubprocessTracker
 from megarl.tracking.tracker import TRACKERS, RunInfo, Tracker, check_trackers
 
@@ -117,9 +117,7 @@ def open_trackers(
     """Open the trackers of ``trainer.logger``, ready to log.
 
     Args:
-        names: entries of ``trainer.logger``.
         report: prints a message about a failing tracker; default: the run's console, or the log.
-        every: see :class:`Trackers`.
 
     Raises:
         ConfigError: see :func:`check_trackers`.

@@ -16,8 +16,6 @@ class TrainerView:
     """Read-only view of a run, as callbacks receive it.
 
     Attributes:
-        config: configuration of the run.
-        folder: folder of the run's files.
         step: number of the finished step, counted from 1; 0 before the first.
         total_steps: number of steps of the whole run.
         epoch: number of finished passes over the training data.

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 from contextlib import AbstractContextManager
 from functools import partial
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -40,15 +41,12 @@ from megarl.sharding.verification import PartialChecksum, partial_checksums
 from megarl.workers.base import MegatronWorker, TokenLosses, TokenLossFunction, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.distillation import TEACHER_COLUMNS, distilled_loss, read_teacher_head
-from megarl.workers.memory import FORWARD
 from megarl.workers.proximal_snapshot import ProximalSnapshot
-from megarl.workers.rows import ROUTES, SAMPLE_IDS, SEQUENCES, PackedRows
+from megarl.workers.rows import FORWARD, ROUTES, SAMPLE_IDS, SEQUENCES, PackedRows
 from megarl.workers.settings import LogProbSettings, MicroBatchBudget, RoleSettings, TeacherHead, UpdatePlan
 
 POLICY_COLUMNS = ("old_log_probs", "advantages", "ref_log_prob", "rollout_is_weights", "proximal_fractions")
-"""Token columns that the policy loss reads; the last three only with a reference, with rollout correction, and with
-a log-linear proximal policy.
-"""
+"""Token columns of the policy loss; the last three with a reference, rollout correction, a log-linear estimate."""
 
 
 class PolicyWorker(MegatronWorker):
@@ -71,10 +69,7 @@ class PolicyWorker(MegatronWorker):
             with_sum_pi_squared=settings.sum_pi_squared,
         )
 
-        def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
-            outputs = self.engine.forward([rows.pack(group, replay=not with_routes) for group in groups], options)
-            if outputs is None:
-                return None
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[Any]) -> dict[str, Tensor]:
             columns = {"log_probs": [output.log_probs for output in outputs]}
             if with_entropy:
                 columns["entropy"] = [output.entropy for output in outputs]
@@ -85,7 +80,8 @@ class PolicyWorker(MegatronWorker):
                 results[ROUTES] = rows.unpack_routes(groups, [output.routes for output in outputs])
             return results
 
-        return self.memory.run_pass(FORWARD, settings.budget, rows, compute)
+        pack = partial(rows.pack, replay=not with_routes)
+        return self.forward_pass(rows, settings.budget, read, pack, options)
 
     def representations(self, batch: DataProto, budget: MicroBatchBudget) -> DataProto | None:
         """Compute ``representations``: mean final hidden state of each row's tokens with a set ``response_mask``.
@@ -110,7 +106,6 @@ class ActorWorker(PolicyWorker):
     """Trains the policy, computes log-probs, and sends its weights to the rollout engines.
 
     Args:
-        log_prob: settings of the log-probs before the update.
         reference: settings of the reference whose weights this worker keeps in host memory; None if the reference has
             separate workers or there is none.
         correction: bounds of the importance weights of a log-linear proximal policy, which are computed with the loss.
@@ -241,9 +236,7 @@ class ActorWorker(PolicyWorker):
         return self.memory.run_pass(FORWARD, settings.budget, rows, compute)
 
     def _reference_states(self, rows: PackedRows, groups: Sequence[Sequence[int]]) -> list[Tensor]:
-        """Final hidden states of the reference for micro-batches, ``[response tokens, hidden]``; empty before the last
-        stage.
-        """
+        """Final hidden states per micro-batch, ``[response tokens, hidden]``; empty before the last stage."""
         micro_batches = [rows.pack(group, replay=False) for group in groups]
         with self._reference_model():
             states = self.engine.hidden(micro_batches)
@@ -310,10 +303,7 @@ class ActorWorker(PolicyWorker):
     def _chosen_tokens(
         self, choose: ChoiceFunction, rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]
     ) -> dict[str, Tensor]:
-        """``chosen``: tokens that the loss selects from the whole mini-batch over all data-parallel ranks;
-        communicates.
-
-        """
+        """``chosen``: tokens that the loss selects from the mini-batch of all data-parallel ranks; communicates."""
         assert self.engine.optimizer is not None
         micro_batches = [rows.pack(group) for group in groups]
         outputs = self.engine.forward(micro_batches, OutputOptions(self.log_prob.temperature))

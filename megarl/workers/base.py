@@ -40,8 +40,7 @@ from megarl.megatron.runtime.memory import read_device_memory
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb
-from megarl.workers.memory import UPDATE, MemoryBudgets
-from megarl.workers.rows import PackedRows
+from megarl.workers.rows import FORWARD, UPDATE, MemoryBudgets, PackedRows
 from megarl.workers.saving import SavingWorker
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan, schedule_steps
 
@@ -63,18 +62,12 @@ class TokenLosses(NamedTuple):
 
 
 TokenLossFunction = Callable[[Any, PackedMicroBatch], TokenLosses]
-"""Computes the losses from the model's outputs and their micro-batch, which has the requested columns and
-``response_mask``.
-"""
+"""Computes the losses from the model's outputs and a micro-batch with the requested columns and ``response_mask``."""
 ColumnFunction = Callable[[PackedRows, range, Sequence[Sequence[int]]], Mapping[str, Tensor]]
-"""Computes packed columns over a mini-batch's response tokens from all rows, the mini-batch's rows and its
-micro-batches.
-
-"""
+"""Computes packed columns over a mini-batch's response tokens from all rows, its rows, and its micro-batches."""
 
 
-def no_extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
-    """Return no columns in addition to those of the batch; the default :data:`ColumnFunction`."""
+def _no_extra_columns(rows: PackedRows, mini_batch: range, groups: Sequence[Sequence[int]]) -> Mapping[str, Tensor]:
     return {}
 
 
@@ -181,7 +174,7 @@ class MegatronWorker(SavingWorker):
         columns: Sequence[str],
         loss: TokenLossFunction,
         outputs: OutputOptions = DEFAULT_OUTPUTS,
-        extra_columns: ColumnFunction = no_extra_columns,
+        extra_columns: ColumnFunction = _no_extra_columns,
     ) -> dict[str, float]:
         """Run optimizer steps over the mini-batches of this rank's rows.
 
@@ -268,6 +261,25 @@ class MegatronWorker(SavingWorker):
         """Prepare the rows of a batch for packing; shares prompts if the budget and the engine allow it."""
         return PackedRows(batch, share_prompts=budget.share_prompts and self.engine.can_share_prompts)
 
+    def forward_pass(
+        self,
+        rows: PackedRows,
+        budget: MicroBatchBudget,
+        read: Callable[[Sequence[Sequence[int]], Sequence[Any]], _Result],
+        pack: Callable[[Sequence[int]], PackedMicroBatch] | None = None,
+        options: OutputOptions = DEFAULT_OUTPUTS,
+    ) -> _Result | None:
+        """Compute outputs of all rows without gradients; ``read`` builds the result from groups of rows and outputs.
+
+        None on ranks before the last pipeline stage.
+        """
+
+        def compute(groups: Sequence[Sequence[int]]) -> _Result | None:
+            outputs = self.engine.forward([(pack or rows.pack)(group) for group in groups], options)
+            return None if outputs is None else read(groups, outputs)
+
+        return self.memory.run_pass(FORWARD, budget, rows, compute)
+
     def counts_over_dp(self, count: int) -> list[int]:
         """Gather one number of every data-parallel rank; communicates."""
         counts = torch.zeros(self.settings.layout.dp, dtype=torch.int64)
@@ -342,7 +354,7 @@ class MegatronWorker(SavingWorker):
             sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
             value_head=self.value_head,
             optimizer=None if optim is None else optimizer_options(optim, megatron, self.settings.total_updates),
-            recompute=recompute_options(megatron),
+            recompute=_recompute_options(megatron),
             overlap=OverlapOptions(megatron.overlap_grad_reduce, megatron.overlap_param_gather),
             offload=offloaded_parts(megatron),
             lora=self.settings.lora,
@@ -359,7 +371,7 @@ def _zero_untrained(column: Tensor, mask: Tensor) -> Tensor:
 def weighted_sums(
     loss: TokenLossFunction, rows: int, outputs: object, micro_batch: PackedMicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
-    """Compute a micro-batch's share of the loss and metrics of a mini-batch.
+    """Compute a micro-batch's share of the mini-batch loss and metrics.
 
     Sums over tokens of values times weights; ``sequence_means`` sum over rows.
 
@@ -387,8 +399,7 @@ def _rows_all_true(flags: Tensor, trained: Tensor, micro_batch: PackedMicroBatch
     return ((counts[0] > 0) & (counts[0] == counts[1])).sum()
 
 
-def recompute_options(megatron: MegatronConfig) -> RecomputeOptions | None:
-    """Build the recomputation options with every null resolved."""
+def _recompute_options(megatron: MegatronConfig) -> RecomputeOptions | None:
     if megatron.recompute_granularity is None:
         return None
     return RecomputeOptions(
@@ -408,7 +419,7 @@ def offloaded_parts(megatron: MegatronConfig) -> tuple[str, ...]:
 def optimizer_options(optim: OptimConfig, megatron: MegatronConfig, total_updates: int) -> OptimizerOptions:
     """Build the engine's optimizer options with every null resolved."""
     return OptimizerOptions(
-        **asdict(schedule_of(optim, total_updates)),
+        **asdict(_schedule_of(optim, total_updates)),
         betas=(optim.betas[0], optim.betas[1]),
         eps=optim.eps,
         weight_decay=optim.weight_decay,
@@ -417,12 +428,8 @@ def optimizer_options(optim: OptimConfig, megatron: MegatronConfig, total_update
     )
 
 
-def schedule_of(optim: OptimConfig, updates: int) -> LearningRateSchedule:
-    """Build the learning-rate schedule of a run.
-
-    Raises:
-        ConfigError: the lengths do not fit; the driver's preflight reports them earlier by key.
-    """
+def _schedule_of(optim: OptimConfig, updates: int) -> LearningRateSchedule:
+    """Build the learning-rate schedule of a run."""
     steps = schedule_steps(optim, updates)
     return LearningRateSchedule(
         lr=optim.lr,

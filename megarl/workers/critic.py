@@ -11,7 +11,6 @@ from megarl.data import DataProto
 from megarl.megatron import PackedMicroBatch, ValueOutputs
 from megarl.workers.base import MegatronWorker, TokenLosses, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.memory import FORWARD
 from megarl.workers.rows import SAMPLE_IDS, SEQUENCES
 from megarl.workers.settings import RoleSettings, UpdatePlan
 
@@ -26,14 +25,7 @@ class CriticWorker(MegatronWorker):
     prefix = "critic"
     value_head = True
 
-    def __init__(
-        self,
-        place: WorkerPlace,
-        *,
-        settings: RoleSettings,
-        config: CriticConfig,
-        plan: UpdatePlan,
-    ) -> None:
+    def __init__(self, place: WorkerPlace, *, settings: RoleSettings, config: CriticConfig, plan: UpdatePlan) -> None:
         super().__init__(place, settings=settings)
         self.config = config
         self.plan = plan
@@ -44,13 +36,10 @@ class CriticWorker(MegatronWorker):
         """Compute ``values`` of the state before each response token, ``[b, R]``; None on non-owner ranks."""
         rows = self.packed_rows(batch, self.plan.budget)
 
-        def compute(groups: Sequence[Sequence[int]]) -> DataProto | None:
-            outputs = self.engine.forward([rows.pack(group) for group in groups])
-            if outputs is None:
-                return None
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[ValueOutputs]) -> DataProto:
             return batch.token_columns({"values": rows.unpack(groups, [output.values for output in outputs])})
 
-        return self.memory.run_pass(FORWARD, self.plan.budget, rows, compute)
+        return self.forward_pass(rows, self.plan.budget, read)
 
     @verb(
         Dispatch.SPLIT,

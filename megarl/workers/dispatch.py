@@ -36,7 +36,7 @@ class Dispatch(Enum):
 
     """
     ALL = "all"
-    """Same arguments to every rank; the result is the list of the results of all ranks, by rank."""
+    """Same arguments to every rank; the result lists all ranks' results, by rank."""
     ONE = "one"
     """Same arguments to every rank; the result is that of DP rank 0's owner."""
     RANK = "rank"

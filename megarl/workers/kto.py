@@ -17,7 +17,6 @@ from megarl.megatron import PolicyOutputs
 from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, verb
-from megarl.workers.memory import FORWARD
 from megarl.workers.preference import REF_LOG_PROB, PreferenceTrainingWorker, ResponsePairs
 from megarl.workers.rows import SAMPLE_IDS
 
@@ -28,12 +27,11 @@ DESIRABLE = "desirable"
 """Column of a batch, and of a micro-batch, where it has an entry per response token."""
 
 
-class LabelledRows(ResponsePairs):
+class _LabelledRows(ResponsePairs):
     """Rows with a labelled response and a mismatched one.
 
     Args:
         batch: needs the columns of :data:`COLUMNS_READ`.
-        share: compute the prompt of a row once if both of its sequences are in a micro-batch.
     """
 
     names: ClassVar[tuple[str, str]] = (KTO_COLUMNS[OWN], KTO_COLUMNS[MISMATCHED])
@@ -61,7 +59,7 @@ class LabelledRows(ResponsePairs):
         return values
 
 
-class StepTotals(NamedTuple):
+class _StepTotals(NamedTuple):
     """Numbers about all rows of a step, on all ranks.
 
     Attributes:
@@ -117,35 +115,32 @@ class KTOWorker(PreferenceTrainingWorker):
 
     def _totals(
         self,
-        rows: LabelledRows,
+        rows: _LabelledRows,
         policy: dict[tuple[int, int], Tensor] | None,
         reference: dict[tuple[int, int], Tensor] | None,
-    ) -> StepTotals:
+    ) -> _StepTotals:
         """Sum rows, labels and the estimate of the KL over the data-parallel ranks; communicates."""
         local = torch.tensor([len(rows), int(rows.desirable.sum()), 0], dtype=torch.float64)
         if policy is not None and reference is not None:  # on the last stage, where the loss is computed
             local[2] = sum(_log_ratio(policy, reference, row, MISMATCHED).item() for row in range(len(rows)))
         count, desirable, log_ratios = self.engine.all_reduce_dp(local).tolist()
-        return StepTotals(round(count), round(desirable), max(0.0, log_ratios / count))
+        return _StepTotals(round(count), round(desirable), max(0.0, log_ratios / count))
 
-    def _ref_log_probs(self, rows: LabelledRows) -> dict[tuple[int, int], Tensor] | None:
+    def _ref_log_probs(self, rows: _LabelledRows) -> dict[tuple[int, int], Tensor] | None:
         assert self._reference is not None, "the loss reads a reference"
         with self._reference():
             return self._log_probs(rows, [OWN, MISMATCHED])
 
-    def _log_probs(self, rows: LabelledRows, sequences: Sequence[int]) -> dict[tuple[int, int], Tensor] | None:
-        """Log-probs of the response tokens of some sequences under the current weights; None before the last stage."""
+    def _log_probs(self, rows: _LabelledRows, sequences: Sequence[int]) -> dict[tuple[int, int], Tensor] | None:
+        """Response log-probs of some sequences under the current weights; None before the last stage."""
 
-        def compute(groups: Sequence[Sequence[int]]) -> dict[tuple[int, int], Tensor] | None:
-            outputs = self.engine.forward([rows.pack_sequences(group, sequences) for group in groups])
-            if outputs is None:
-                return None
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[PolicyOutputs]) -> dict[tuple[int, int], Tensor]:
             return rows.by_sequence(groups, sequences, [output.log_probs for output in outputs])
 
-        return self.memory.run_pass(FORWARD, self.budget, rows, compute)
+        return self.forward_pass(rows, self.budget, read, lambda group: rows.pack_sequences(group, sequences))
 
-    def _rows(self, batch: DataProto) -> LabelledRows:
-        return LabelledRows(batch, share=self.engine.can_share_prompts)
+    def _rows(self, batch: DataProto) -> _LabelledRows:
+        return _LabelledRows(batch, share=self.engine.can_share_prompts)
 
 
 def compute_kto_loss(loss: PreferenceLossConfig, log_ratios: Tensor, desirable: Tensor, kl: float) -> TokenLoss:
@@ -187,7 +182,7 @@ def _log_ratio(
 
 
 def _share_of_loss(
-    loss: PreferenceLossConfig, totals: StepTotals, outputs: PolicyOutputs, micro_batch: PackedMicroBatch
+    loss: PreferenceLossConfig, totals: _StepTotals, outputs: PolicyOutputs, micro_batch: PackedMicroBatch
 ) -> tuple[Tensor, dict[str, Tensor]]:
     """A micro-batch's share of the mean loss over all responses, and of the means of its metrics."""
     lengths, ones = micro_batch.row_lengths, torch.ones_like(outputs.log_probs)

@@ -16,13 +16,12 @@ from megarl.megatron import PolicyOutputs
 from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.memory import FORWARD
-from megarl.workers.pairs import PAIRS, PairRows, PairTrainingWorker
 from megarl.workers.rows import SAMPLE_IDS
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
+from megarl.workers.supervised import PAIRS, PairRows, PairTrainingWorker
 
 PROMPT_TOKENS = ("chosen_prompt_tokens", "rejected_prompt_tokens")
-"""Columns with the number of prompt tokens of both sequences of a pair."""
+"""Columns with the prompt lengths of a pair's two sequences, in tokens."""
 POLICY_LOG_PROBS = ("chosen_log_prob", "rejected_log_prob")
 REF_LOG_PROBS = ("ref_chosen_log_prob", "ref_rejected_log_prob")
 TOKENS = ("chosen_tokens", "rejected_tokens")
@@ -35,7 +34,6 @@ class ResponsePairs(PairRows):
 
     Args:
         batch: needs the columns of :data:`PROMPT_TOKENS`, too.
-        share: compute the common prompt of a pair once.
     """
 
     def __init__(self, batch: DataProto, *, share: bool) -> None:
@@ -43,7 +41,7 @@ class ResponsePairs(PairRows):
         self._boundaries = [batch.tensors[f"{name}_prompt_tokens"].tolist() for name in self.names]
 
     def responses(self, row: int) -> list[tuple[Tensor, Tensor]]:
-        """Return prompt and response token ids of the chosen and of the rejected sequence."""
+        """Return prompt and response token ids of the chosen and rejected sequences."""
         halves = zip(self.sequences(row), self._boundaries, strict=True)
         return [(ids[: at[row]], ids[at[row] :]) for ids, at in halves]
 
@@ -62,7 +60,7 @@ class ResponsePairs(PairRows):
 
 
 class PreferenceTrainingWorker(PairTrainingWorker):
-    """Base of the workers of preference optimization.
+    """Base class for preference optimization.
 
     The reference is the initial model: its weights in host memory, or the base of adapters.
 
@@ -102,7 +100,7 @@ class PreferenceWorker(PreferenceTrainingWorker):
     @verb(Dispatch.SPLIT, phase="testing", columns=(*PAIRS, *PROMPT_TOKENS))
     @offload_after
     def compute_pair_log_probs(self, batch: DataProto) -> DataProto | None:
-        """Compute the inputs of the loss of pairs, ``[b]`` each; None on non-owner ranks.
+        """Compute the pair loss's inputs, ``[b]`` each; None on non-owner ranks.
 
         Log-probs summed over the response: ``chosen_log_prob`` and ``rejected_log_prob``, with a reference also
         ``ref_chosen_log_prob`` and ``ref_rejected_log_prob``. Number of response tokens: ``chosen_tokens`` and
@@ -130,11 +128,10 @@ class PreferenceWorker(PreferenceTrainingWorker):
     def _log_probs(self, rows: ResponsePairs) -> dict[int, Tensor] | None:
         """Log-probs of each pair's response tokens under the current weights; None before the last stage."""
 
-        def compute(groups: Sequence[Sequence[int]]) -> dict[int, Tensor] | None:
-            outputs = self.engine.forward([rows.pack_pairs(group) for group in groups])
-            return None if outputs is None else rows.by_row(groups, [output.log_probs for output in outputs])
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[PolicyOutputs]) -> dict[int, Tensor]:
+            return rows.by_row(groups, [output.log_probs for output in outputs])
 
-        return self.memory.run_pass(FORWARD, self.budget, rows, compute)
+        return self.forward_pass(rows, self.budget, read, rows.pack_pairs)
 
     def _pairs(self, batch: DataProto) -> ResponsePairs:
         return ResponsePairs(batch, share=self.engine.can_share_prompts)
@@ -156,7 +153,7 @@ def compute_preference_loss(loss: PreferenceLossConfig, columns: Mapping[str, Te
 
 
 def _response_sums(names: tuple[str, str], values: Tensor, lengths: Tensor) -> dict[str, Tensor]:
-    """Sum values over the tokens of each response: those of the chosen and of the rejected responses, by name."""
+    """Sum values over each response's tokens; return the chosen and the rejected sums by name."""
     sums = sequence_sums(values, torch.ones_like(values), lengths)
     return dict(zip(names, (sums[0::2], sums[1::2]), strict=True))
 

@@ -15,10 +15,9 @@ from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.models import ModelConfig, read_model_config
 from megarl.workers.base import MegatronWorker, offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
-from megarl.workers.memory import FORWARD
-from megarl.workers.pairs import PAIRS, PairRows, PairTrainingWorker
-from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, pack_whole
+from megarl.workers.rows import FORWARD, SAMPLE_IDS, SEQUENCES, pack_whole
 from megarl.workers.settings import MicroBatchBudget, RoleSettings
+from megarl.workers.supervised import PAIRS, PairRows, PairTrainingWorker
 
 MARGINS = "margins"
 SHARE = "share"
@@ -41,22 +40,17 @@ class RewardModelWorker(MegatronWorker):
         """Compute ``rm_scores`` of the rows, prompt and response, ``[b]``; None on non-owner ranks."""
         rows, pad = self.packed_rows(batch, self.budget), self.engine.model.pad_token_id
 
-        def compute(groups: Sequence[Sequence[int]]) -> DataProto | None:
-            outputs = self.engine.forward([rows.pack_whole(group, pad) for group in groups])
-            if outputs is None:
-                return None
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[ValueOutputs]) -> DataProto:
             return DataProto.from_dict({"rm_scores": rows.per_row(groups, [output.values for output in outputs])})
 
-        return self.memory.run_pass(FORWARD, self.budget, rows, compute)
+        return self.forward_pass(rows, self.budget, read, lambda group: rows.pack_whole(group, pad))
 
 
-class RewardPairs(PairRows):
+class _RewardPairs(PairRows):
     """Pairs with one output per sequence.
 
     Args:
-        batch: see :class:`~megarl.workers.pairs.PairRows`.
         pad: the model's padding token, None if it has none.
-        share: see :class:`~megarl.workers.pairs.PairRows`.
     """
 
     def __init__(self, batch: DataProto, pad: int | None, *, share: bool) -> None:
@@ -77,7 +71,7 @@ class RewardPairs(PairRows):
 
 
 def _common_beginning(first: Tensor, second: Tensor) -> int:
-    """Length of the common prefix of two sequences; at least 1.
+    """Length of two sequences' common prefix; at least 1.
 
     Sequences that differ in their first token share nothing: the packing detects that.
     """
@@ -140,8 +134,8 @@ class RewardTrainingWorker(PairTrainingWorker):
 
         return self.memory.run_pass(FORWARD, self.budget, rows, compute)
 
-    def _pairs(self, batch: DataProto) -> RewardPairs:
-        return RewardPairs(batch, self.engine.model.pad_token_id, share=self.engine.can_share_prompts)
+    def _pairs(self, batch: DataProto) -> _RewardPairs:
+        return _RewardPairs(batch, self.engine.model.pad_token_id, share=self.engine.can_share_prompts)
 
 
 def pair_loss(

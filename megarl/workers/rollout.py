@@ -233,7 +233,7 @@ class RolloutWorker:
 
 
 class RolloutNodeWorker:
-    """Runs the ranks of a replica on one of its further nodes; the replica's own process leads them.
+    """Runs a replica's ranks on one of its further nodes; the replica's own process leads them.
 
     Args:
         place: its rank counts the further nodes of all replicas, replica by replica.

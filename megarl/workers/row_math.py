@@ -1,4 +1,4 @@
-"""Token mathematics of a step on a part of its rows: rewards, advantages, and moments for whitening and metrics.
+"""A step's token mathematics on some of its rows: rewards, advantages, and moments for whitening and metrics.
 
 Each function takes the rows of one process and returns new columns and facts. The driver merges the facts of all
 processes and decides from them; it sees no tokens. Names of row functions (:mod:`megarl.data.remote_columns`) end with
@@ -127,7 +127,7 @@ def shaped_rewards_of_rows(
 
 @dataclass(frozen=True)
 class RewardTerms:
-    """Penalties of the rewards of a step.
+    """Reward penalties in a step.
 
     Attributes:
         truncation_penalty: subtracted from truncated responses; None = not.
@@ -197,7 +197,7 @@ class AdvantageFacts(NamedTuple):
     def of(
         cls, batch: DataProto, advantages: Tensor, returns: Tensor, turns: TurnCounts | None = None
     ) -> AdvantageFacts:
-        """Compute the moments of packed advantages and returns, and of columns of the batch."""
+        """Compute the moments of packed advantages and returns, and of batch columns."""
         mask, columns = trained_tokens(batch), batch.tensors
         targets = errors = entropy = Moments()
         if "entropys" in columns:
@@ -247,7 +247,7 @@ def entropy_of_rows(batch: DataProto) -> tuple[DataProto, Moments]:
     return DataProto.from_dict({"counted": counted_rows(batch)}), Moments.of(entropy)
 
 
-class RowStatistics(NamedTuple):
+class _RowStatistics(NamedTuple):
     """Moments over the tokens of some rows, for the metrics of a step.
 
     Attributes:
@@ -259,7 +259,7 @@ class RowStatistics(NamedTuple):
     mismatch: RatioMoments | None
 
 
-def statistics_of_rows(batch: DataProto) -> tuple[DataProto, RowStatistics]:
+def statistics_of_rows(batch: DataProto) -> tuple[DataProto, _RowStatistics]:
     """Compute the sums of scores and rewards and ``counted`` by row, and the moments of the metrics.
 
     Args:
@@ -272,4 +272,4 @@ def statistics_of_rows(batch: DataProto) -> tuple[DataProto, RowStatistics]:
     if {"old_log_probs", "rollout_log_probs"} <= batch.tensors.keys():
         old, rollout = batch.packed("old_log_probs"), batch.packed("rollout_log_probs")
         mismatch = RatioMoments.of(old, rollout, compared_tokens(batch), sequence_lengths(batch)[1])
-    return DataProto.from_dict({"counted": counted_rows(batch), **sums}), RowStatistics(moments, mismatch)
+    return DataProto.from_dict({"counted": counted_rows(batch), **sums}), _RowStatistics(moments, mismatch)

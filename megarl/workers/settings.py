@@ -1,4 +1,4 @@
-"""Settings of workers: micro-batch budgets, layouts and schedules, from the configuration. Imports no torch."""
+"""Settings of workers: budgets, layouts and schedules from the configuration, and their checks. Imports no torch."""
 
 from __future__ import annotations
 
@@ -10,17 +10,28 @@ from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
 from megarl.base.formatting import DTYPE_BYTES, count_noun
-from megarl.config import AdapterKeys, MegatronConfig, OptimConfig, RolloutConfig, TrainConfig
+from megarl.config import (
+    AdapterKeys,
+    EvaluateConfig,
+    GenerateConfig,
+    MegatronConfig,
+    OptimConfig,
+    RolloutConfig,
+    SupervisedConfig,
+    TrainConfig,
+)
 from megarl.config.batch import token_store_bytes
 from megarl.config.checks.transformer_fields import BALANCE_RATES
+from megarl.config.derived import inheritance_note
 from megarl.config.schema.distillation import DistillationConfig
+from megarl.config.schema.jobs import JobConfig
 from megarl.models import ModelConfig, ParallelLayout, WeightMap, check_layout, read_model_config
 from megarl.models.adapters import AdapterMap, LoraOptions
 from megarl.models.peft_folder import AdapterFolder
 from megarl.models.sequence_cost import TOKENS, SequenceCost
 
 TEACHER_NUMBER_BYTES = 2
-"""Bytes of the number of a token's teacher, an int16."""
+"""Bytes of a token's teacher number, an int16."""
 
 
 @dataclass(frozen=True)
@@ -64,12 +75,10 @@ class RoleSettings:
 
     Attributes:
         model_path: Hugging Face folder of the initial weights.
-        megatron: number format, sequence parallelism, distributed optimizer.
         optim: optimizer of a role that trains; None for inference.
         total_updates: optimizer steps of the whole run, the length of the learning-rate schedule.
         nccl_timeout: seconds after which an incomplete collective fails.
         external_lib: user modules to import first, as ``path.py`` or ``package.module``.
-        repeat_out_of_memory: after an out-of-memory error, repeat the pass with smaller micro-batches.
         lora: low-rank adapters, which alone are trained; None = all weights are.
         adapter_path: folder of adapters in peft's format to continue from.
         reference_adapter: the reference policy has those adapters; otherwise it is the model without adapters.
@@ -142,12 +151,12 @@ class TeacherHead(NamedTuple):
 
     @property
     def hidden_size(self) -> int:
-        """Elements of one row of the layer, and of one hidden state."""
+        """Width of the layer's rows and of hidden states."""
         return read_model_config(self.model_path).hidden_size
 
     @property
     def row_bytes(self) -> int:
-        """Bytes of one row of the layer."""
+        """Bytes per layer row."""
         return self.hidden_size * DTYPE_BYTES[self.dtype]
 
 
@@ -178,7 +187,7 @@ def teacher_heads(distillation: DistillationConfig) -> tuple[TeacherHead, ...]:
 
 
 def hidden_forms(distillation: DistillationConfig) -> dict[str, HiddenForm]:
-    """Return the form of the hidden states of each teacher, by name; empty without the exact KL to teachers."""
+    """Return each teacher's form of hidden states, by name; empty without the exact KL to teachers."""
     heads = teacher_heads(distillation)
     if not heads:
         return {}
@@ -189,7 +198,7 @@ def hidden_forms(distillation: DistillationConfig) -> dict[str, HiddenForm]:
 
 
 def needed_store_bytes(config: TrainConfig) -> int:
-    """Return the bytes of the token columns of a step, hidden states of teachers included."""
+    """Return the bytes of a step's token columns, teachers' hidden states included."""
     forms = hidden_forms(config.distillation).values()
     return token_store_bytes(config, max((form.token_bytes for form in forms), default=0))
 
@@ -260,8 +269,6 @@ def check_adapters(
     """Check that a role's adapters fit its model and layout, and the folder that they continue from.
 
     Args:
-        megatron: the role's configuration with complete parallel sizes.
-        field: the section's key, such as ``actor_rollout_ref.model``.
         base: folder of the model, with which copies of its weights in that folder are compared; None compares none.
 
     Raises:
@@ -387,14 +394,59 @@ def _check_grouped_experts(megatron: MegatronConfig, field: str, reason: str) ->
         )
 
 
+def check_models(config: JobConfig) -> None:
+    """Check the layout of every role against its model, if the model folder exists already.
+
+    Raises:
+        ConfigError: a parallel size does not divide a dimension of the model.
+        ModelError: the folder's ``config.json`` is missing, malformed, or of an unknown architecture.
+    """
+    for path, megatron, key in _models_of(config):
+        if not Path(path).is_dir():
+            continue  # created before the run starts, or reported when the run loads the model
+        model = read_model_config(path)
+        try:
+            check_role(model, megatron, key)
+        except ConfigError as error:
+            raise ConfigError(f"{error.text}{inheritance_note(config, error.text)}", code=error.code) from error
+
+
+def _models_of(config: JobConfig) -> list[tuple[str, MegatronConfig, str]]:
+    """Model folder, layout and config key of the layout, for every role of a job."""
+    if isinstance(config, SupervisedConfig):
+        return [(config.model.path, config.megatron, "megatron")]
+    if isinstance(config, GenerateConfig):
+        return []
+    if isinstance(config, EvaluateConfig):
+        return _reward_model_of(config)  # the policy may be a checkpoint, which is opened when the run starts
+    policy = config.actor_rollout_ref
+    rollout = MegatronConfig(tensor_model_parallel_size=policy.rollout.tensor_model_parallel_size)
+    roles = [
+        (policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron"),
+        (policy.model.path, rollout, "actor_rollout_ref.rollout"),
+    ]
+    if config.uses_reference and policy.ref.megatron is not None:
+        roles.append((policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron"))
+    roles += [
+        (str(teacher.model_path), teacher.megatron, f"distillation.teacher_models.{name}.megatron")
+        for name, teacher in config.distillation.local_teachers.items()
+    ]
+    if config.uses_critic:
+        roles.append((str(config.critic.model.path), config.critic.megatron, "critic.megatron"))
+    return roles + _reward_model_of(config)
+
+
+def _reward_model_of(config: TrainConfig | EvaluateConfig) -> list[tuple[str, MegatronConfig, str]]:
+    keys = config.reward.model
+    return [(str(keys.path), keys.megatron, "reward.model.megatron")] if keys.enable else []
+
+
 class ScheduleSteps(NamedTuple):
     """Lengths of a schedule in optimizer steps, with the configuration keys that define them.
 
     Attributes:
         warmup: steps of the warm-up, part of ``total``.
         wsd_decay: steps of the decay of ``wsd``, part of ``total``.
-        warmup_key: key in the optimizer's section that defines ``warmup``.
-        wsd_decay_key: key that defines ``wsd_decay``.
     """
 
     total: int

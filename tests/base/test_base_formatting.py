@@ -3,7 +3,6 @@
 from megarl.base.formatting import (
     GIB,
     MIB,
-    clock_duration,
     count_noun,
     duration,
     gib,
@@ -28,12 +27,6 @@ def test_durations():
     assert [duration(seconds) for seconds in (8.26, 59.9, 192.2, 3599.9, 7500)] == [
         "8.3 s", "59.9 s", "3 min 12 s", "1 h 00 min", "2 h 05 min",
     ]  # fmt: skip
-    assert [clock_duration(seconds) for seconds in (0, 61.4, 3725, 200_000)] == [
-        "0:00",
-        "1:01",
-        "1:02:05",
-        "2 days 7 h",
-    ]
 
 
 def test_sizes_counts_and_seconds():

@@ -24,8 +24,7 @@ from support import warm_drivers
 from support.expected_errors import raises
 from support.warm_drivers import WarmDriver
 
-from megarl.base.files import private_files
-from megarl.base.private_folder import private_folder
+from megarl.base.files import private_files, private_folder
 from megarl.base.processes import (
     READ_ERRORS,
     all_processes,

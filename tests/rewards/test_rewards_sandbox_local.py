@@ -8,16 +8,12 @@ import subprocess
 import sys
 import tempfile
 import textwrap
-import threading
-import time
-from pathlib import Path
 
 import psutil
 import pytest
 
 from megarl.rewards.calling import InfrastructureFailure
-from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, isolation_problem, local, memory, protections
-from megarl.rewards.sandbox.memory import find_memory_parent, memory_parent
+from megarl.rewards.sandbox import LocalSandbox, SandboxLimits, isolation_problem, local, protections
 from megarl.rewards.sandbox.system_calls import SystemCallFilter
 
 # A loaded machine takes seconds to start a program, or to fill the memory.
@@ -41,11 +37,7 @@ def test_program_reads_stdin_and_writes_files(run):
 
 
 def test_a_program_observes_all_protections():
-    inactive = {protection.name: protection.remedy for protection in protections() if not protection.active}
-    if isinstance(memory_parent(), Path):
-        assert inactive == {}
-    else:
-        assert list(inactive) == ["memory cgroup"] and "a supervisor adds up the memory" in inactive["memory cgroup"]
+    assert [protection for protection in protections() if not protection.active] == []
 
 
 WITHOUT_LIBRARY = """
@@ -322,89 +314,6 @@ time.sleep(1000)
 def test_memory_of_all_processes_together_is_limited():
     execution = LocalSandbox(LIMITS).run(HOARD)
     assert execution.status == "memory_limit" and not execution.succeeded
-
-
-def test_a_program_is_limited_by_the_kernel_where_memory_is_delegated(monkeypatch):
-    delegated = isinstance(memory_parent(), Path)
-    if delegated:  # then nothing else limits it
-        monkeypatch.setattr(local, "exceeds_memory", lambda launcher, limit: False)
-    execution = LocalSandbox(LIMITS).run(HOARD)
-    assert execution.status == "memory_limit"
-    assert not delegated or not list(memory_parent().glob(f"megarl-sandbox-{os.getpid()}-*"))
-
-
-def fake_cgroup(folder, controllers="cpu memory"):
-    folder.mkdir(parents=True, exist_ok=True)
-    (folder / "cgroup.subtree_control").write_text(controllers + "\n", encoding="utf-8")
-    (folder / "cgroup.procs").write_text("", encoding="utf-8")
-    return folder
-
-
-def test_cgroup_gets_limits_and_the_launcher_and_its_events_decide(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "memory_parent", lambda: fake_cgroup(tmp_path))
-    sandbox = LocalSandbox(SandboxLimits(timeout_s=60, memory_mb=256, disk_mb=4))
-    assert sandbox.run("print(6 * 7)", "1234").stdout == "42\n"
-    (made,) = tmp_path.glob("megarl-sandbox-*")
-    assert (made / "memory.max").read_text(encoding="utf-8") == str((256 + 4 + 64) * 2**20 + 16)
-    assert (made / "memory.swap.max").read_text(encoding="utf-8") == "0" and (made / "memory.oom.group").read_text(
-        encoding="utf-8"
-    ) == "1"
-    assert (
-        int((made / "cgroup.procs").read_text(encoding="utf-8")) > 1
-        and (made / "cgroup.kill").read_text(encoding="utf-8") == "1"
-    )
-    number = int(made.name.rpartition("-")[2]) + 1
-    following = tmp_path / f"megarl-sandbox-{os.getpid()}-{number}"
-
-    def kill_at_the_limit():
-        while not (following / "cgroup.procs").exists():
-            time.sleep(0.01)
-        (following / "memory.events").write_text(
-            "low 0\nhigh 0\nmax 3\noom 1\noom_kill 2\noom_group_kill 1\n", encoding="utf-8"
-        )
-
-    kernel = threading.Thread(target=kill_at_the_limit)
-    kernel.start()
-    assert sandbox.run("import time\ntime.sleep(1000)").status == "memory_limit"
-    kernel.join()
-
-
-def test_a_cgroup_that_cannot_be_used_leaves_the_supervisor(tmp_path, monkeypatch):
-    monkeypatch.setattr(memory, "memory_parent", lambda: tmp_path / "removed")
-    assert LocalSandbox(LIMITS).run(HOARD).status == "memory_limit"
-
-
-def test_cgroup_is_found_where_memory_is_delegated(tmp_path):
-    mounts = f"tmpfs /sys tmpfs rw 0 0\ncgroup2 {tmp_path} cgroup2 rw,relatime 0 0\n"
-    user = os.geteuid()
-    fake_cgroup(tmp_path, "memory")
-    session = fake_cgroup(tmp_path / "user.slice", "cpu memory")
-    scope = fake_cgroup(session / "run.scope", "")
-    of_scope = "4:memory:/other\n0::/user.slice/run.scope\n"
-    # the own cgroup, or for a user the nearest ancestor that is the user's; not the slices of systemd for root
-    assert find_memory_parent("0::/user.slice\n", mounts, user=user) == session
-    assert find_memory_parent("0::/\n", mounts, user=user) == tmp_path
-    if user == 0:
-        assert "delegate it" in find_memory_parent(of_scope, mounts, user=0)
-        for path in (session, scope):
-            os.chown(path, 1000, -1)
-        user = 1000
-    assert find_memory_parent(of_scope, mounts, user=user) == session
-    for path in (session, tmp_path):
-        (path / "cgroup.subtree_control").write_text("cpu\n", encoding="utf-8")
-    assert find_memory_parent(of_scope, mounts, user=user).startswith(f"{scope}: no memory in cgroup.subtree_control")
-    assert find_memory_parent("4:memory:/other\n", mounts) == "cgroup v2 is not mounted"
-    assert find_memory_parent("0::/\n", "tmpfs /sys tmpfs rw 0 0\n") == "cgroup v2 is not mounted"
-
-
-def test_cgroups_of_killed_processes_are_removed(tmp_path):
-    with subprocess.Popen(["true"]) as ended:
-        pass
-    for creator in (ended.pid, os.getpid()):
-        (tmp_path / f"megarl-sandbox-{creator}-0").mkdir()
-    (tmp_path / "user.slice").mkdir()
-    memory._remove_stale(tmp_path)
-    assert {path.name for path in tmp_path.iterdir()} == {f"megarl-sandbox-{os.getpid()}-0", "user.slice"}
 
 
 SHARED = """

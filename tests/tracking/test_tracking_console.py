@@ -9,6 +9,7 @@ import pytest
 from rich.console import Console as RichConsole
 
 from megarl.tracking import Console
+from megarl.tracking.console import ProgressBars
 
 STEP = {"critic/score/mean": 0.5, "timing_s/gen": 1.0, "timing_s/step": 2.0, "perf/total_num_tokens": 100.0}
 
@@ -88,7 +89,7 @@ def test_failed_phase_restores_the_terminal():
         raise RuntimeError
     assert "✗ gen" in text.getvalue()
     assert text.getvalue().count("\x1b[?25l") == text.getvalue().count("\x1b[?25h") == 1, "the cursor is back"
-    assert not console.status._stack
+    assert not console.bars._stack
 
 
 def test_model_output_is_not_interpreted_as_markup():
@@ -108,7 +109,7 @@ def test_terminal_shows_a_summary_panel():
             console.log({"critic/score/mean": step / 8}, step)
         console.summary({"val_accuracy_before": 0.25, "val_accuracy_after": 0.75, "steps": 8, "train_seconds": 75.0})
     panel = text.getvalue()
-    assert "0.250 → 0.750" in panel and "▁▂▃▄▅▆▇█" in panel and "8 in 1 min 15 s" in panel
+    assert "0.250 -> 0.750" in panel and "0.125 ▁▂▃▄▅▆▇█ 1.000" in panel and "8 in 1 min 15 s" in panel
 
 
 def test_quiet_console_prints_warnings_and_summary():
@@ -142,7 +143,7 @@ def test_ascii_terminal_gets_ascii_only():
 
     text = Latin()
     output = RichConsole(file=text, width=90, force_terminal=True, color_system=None)
-    with Console(60, output=output, title="run") as console:
+    with Console(60, output=output) as console:
         with console.phase("start", announce=True):
             console.samples([{"input": "Wie heißt 你好?", "output": "x" * 200, "score": 1}], 1)
         console.log({**STEP, "val-core/a/reward/mean@1": 0.5}, 1)
@@ -181,13 +182,100 @@ def test_table_follows_a_terminal_resize():
     assert "gen" in text.getvalue() and max(map(len, text.getvalue().splitlines()[-2:])) <= 50
 
 
+class Clock:
+    now = 0.0
+
+    def __call__(self):
+        return self.now
+
+
+@pytest.fixture
+def clock():
+    return Clock()
+
+
+def picture(bars):
+    text = io.StringIO()
+    RichConsole(file=text, width=100).print(bars)
+    return text.getvalue()
+
+
+def test_progress_is_reported_or_estimated_from_last_duration(clock):
+    bars = ProgressBars(10, clock)
+    first = bars.enter("gen")
+    clock.now = 4.0
+    assert first.share is None
+    bars.leave()
+    second = bars.enter("gen")
+    clock.now = 7.0
+    assert second.share == pytest.approx(0.75) and second.remark == "3.0 of about 4.0 s"
+    clock.now = 99.0
+    assert second.share == 0.99, "longer than usual is never done"
+    second.update(16, 64)
+    assert second.share == 0.25 and second.remark == "16/64  95.0 s"
+    second.update(0, 0)
+    assert second.share == 1.0
+
+
+def test_time_left_follows_the_pace_of_this_process(clock):
+    bars = ProgressBars(30, clock)
+    assert bars.seconds_left() is None
+    clock.now = 100.0
+    bars.finish_step(21)  # resumed: the first row is that of step 21
+    assert bars.seconds_left() is None
+    clock.now = 106.0
+    bars.finish_step(23)
+    assert bars.seconds_left() == pytest.approx(21.0)
+    assert "step 23/30" in picture(bars) and "21.0 s left, 1 min 46 s gone" in picture(bars)
+
+
+def test_innermost_phase_is_shown(clock):
+    bars = ProgressBars(None, clock)
+    assert picture(bars).strip() == ""
+    bars.enter("step")
+    bars.enter("update_actor")
+    assert "update_actor" in picture(bars) and "step" not in picture(bars)
+    bars.leave()
+    assert "step" in picture(bars)
+
+
+@pytest.mark.parametrize("encoding", ["utf-8", "ascii"])
+@pytest.mark.parametrize("width", [200, 110, 80, 60, 40, 20])
+def test_bars_fit_every_terminal(clock, width, encoding):
+    class Screen(io.StringIO):
+        pass
+
+    Screen.encoding = encoding
+    bars = ProgressBars(4000, clock)
+    bars.finish_step(1)
+    clock.now = 600000.0
+    bars.finish_step(1234)
+    bars.enter("update_actor")
+    text = Screen()
+    RichConsole(file=text, width=width, force_terminal=True, color_system=None).print(bars)
+    run, phase = text.getvalue().splitlines()
+    assert len(run) <= min(width, 110) and len(phase) <= min(width, 110)
+    text.getvalue().encode("utf-8" if width < 80 else encoding)  # rich's ellipsis
+    if width >= 80:
+        assert "step 1234/4000" in run and "31 %" in run and "373 h 53 min left, 166 h 40 min gone" in run
+        assert "update_actor" in phase
+
+
+def test_height_is_constant_between_phases(clock):
+    bars = ProgressBars(10, clock)
+    lines = picture(bars).count("\n")
+    bars.enter("gen")
+    assert picture(bars).count("\n") == lines
+
+
 SCRIPT = """
 import logging, os, sys, warnings
 from pathlib import Path
 from megarl.base.logs import driver_log
 from megarl.tracking import Console
+from megarl.tracking.console import ProgressBars
 
-with driver_log(Path(sys.argv[1]), "INFO") as log, Console(5, title="run") as console:
+with driver_log(Path(sys.argv[1]), "INFO") as log, Console(5) as console:
     print("before")
     with console.phase("gen"):
         print("stray", "words")

@@ -1,4 +1,4 @@
-"""The step table and the validation table."""
+"""The step table, the validation table and the closing summary."""
 
 import io
 import math
@@ -13,8 +13,10 @@ from megarl.tracking.console_tables import (
     StepTable,
     length_cell,
     number_cell,
+    plain_summary,
     rate_cell,
     seconds_cell,
+    sparkline,
 )
 
 PHASES = ("gen", "reward", "old_log_prob", "ref", "values", "adv", "update_critic", "update_actor", "update_weights")
@@ -146,3 +148,38 @@ def test_validation_table_of_one_sample_has_the_mean_only():
         ["a", "reward", "3", "0.500", "-", "-"],
         ["lost", "-", "4", "-", "-", "-"],
     ]
+
+
+def test_sparkline_shows_the_shape():
+    assert sparkline([0, 1, 2, 3, 4, 5, 6, 7]) == "▁▂▃▄▅▆▇█"
+    assert sparkline([2.0, 2.0]) == "▁▁" and sparkline([]) == ""
+    assert sparkline([0.0] * 50 + [1.0] * 50, width=4) == "▁▁██"
+
+
+def test_unknown_entries_are_skipped():
+    assert plain_summary({"steps": None, "val_accuracy_before": None}, "run") == ["run: finished"]
+    assert plain_summary({"val_accuracy_after": 0.5, "steps": 3}, "run") == [
+        "run: finished", "  held-out accuracy: 0.500", "  steps: 3",
+    ]  # fmt: skip
+
+
+def test_a_single_accuracy_is_no_change():
+    assert plain_summary({"val_accuracy_before": 0.5}, "run")[1:] == ["  held-out accuracy: 0.500 before training"]
+    assert plain_summary({"val_accuracy_after": 0.597}, "run")[1:] == ["  held-out accuracy: 0.597"]
+
+
+def test_an_early_end_is_named():
+    assert plain_summary({"stopped": "Ctrl-C"}, "run") == ["run: ended early (Ctrl-C)"]
+
+
+def test_output_that_a_full_disk_refused_is_counted():
+    assert plain_summary({"refused_output": 12345}, "run") == [
+        "run: finished",
+        "  console output: 12,345 characters refused by a full disk; metrics and logs have the rest",
+    ]
+
+
+@pytest.mark.parametrize(("before", "after", "text"), [(0.3, 0.9, "(+0.600)"), (0.9, 0.3, "(-0.600)")])
+def test_accuracy_change_is_formatted(before, after, text):
+    fact = plain_summary({"val_accuracy_before": before, "val_accuracy_after": after}, "run")[1]
+    assert fact.startswith("  held-out accuracy: ") and fact.endswith(text)

@@ -17,9 +17,12 @@ from support.waits import wait_until
 
 from megarl.base.ports import held_port
 from megarl.tracking import RunInfo, check_trackers, open_trackers
-from megarl.tracking.subprocess_tracker import RetryPolicy, SubprocessTracker, TrackerProcess
+from megarl.tracking.subprocess_tracker import SubprocessTracker
 
-QUICK = RetryPolicy(queued=50, attempts=3, first_pause_s=0.05, longest_pause_s=0.2)
+
+class QuickTracker(SubprocessTracker):
+    attempts = 3
+    pauses_s = 0.05, 0.2
 
 
 @pytest.fixture
@@ -27,10 +30,10 @@ def start(tmp_path):
     """``start(config, kind, ...)``: a subprocess tracker and its messages."""
     trackers = []
 
-    def begin(config=None, kind=FileTracker, policy=QUICK, timeout_s=60.0):
+    def begin(config=None, kind=FileTracker, capacity=50, timeout_s=60.0):
         messages = []
         run = RunInfo("p", "n", tmp_path, config or {}, timeout_s=timeout_s, logs=tmp_path / "logs")
-        trackers.append(SubprocessTracker(f"subprocess_trackers.{kind.__name__}", run, messages.append, policy))
+        trackers.append(QuickTracker(f"subprocess_trackers.{kind.__name__}", run, messages.append, capacity))
         return trackers[-1], messages
 
     yield begin
@@ -65,19 +68,19 @@ def test_refused_record_is_dropped_and_counted(start, tmp_path):
     assert "ValueError: not a number" in messages[0] and "logs/tracker-FileTracker.log" in messages[0]
     assert "1 of 4 records did not arrive" in messages[-1] and "look into the file" in messages[-1]
     log_text = (tmp_path / "logs" / "tracker-FileTracker.log").read_text(encoding="utf-8")
-    assert log_text.count("ValueError: not a number") == QUICK.attempts and "Traceback" in log_text
+    assert log_text.count("ValueError: not a number") == QuickTracker.attempts and "Traceback" in log_text
 
 
 @pytest.mark.parametrize("behaviour", ["die once", "hang once"])
 def test_new_process_retries_the_record_after_a_death_or_a_hang(start, tmp_path, monkeypatch, behaviour):
-    call = TrackerProcess.call
+    call = SubprocessTracker._call
 
-    def call_within_limit(process, name, *args, timeout_s):
+    def call_within_limit(tracker, name, *args, timeout_s):
         """Wait for a second for the call that hangs, and for the others as long as a loaded machine needs."""
         hangs = behaviour == "hang once" and name == "log" and args[1] == 2 and not (tmp_path / "hung").exists()
-        return call(process, name, *args, timeout_s=1.0 if hangs else timeout_s)
+        return call(tracker, name, *args, timeout_s=1.0 if hangs else timeout_s)
 
-    monkeypatch.setattr(TrackerProcess, "call", call_within_limit)
+    monkeypatch.setattr(SubprocessTracker, "_call", call_within_limit)
     tracker, messages = start({"2": behaviour})
     log(tracker, range(1, 5))
     wait_until(lambda: tracker.delivered == 4)
@@ -88,7 +91,7 @@ def test_new_process_retries_the_record_after_a_death_or_a_hang(start, tmp_path,
 
 
 def test_queued_records_arrive_later_up_to_the_capacity(start, tmp_path):
-    tracker, messages = start({"closed": str(tmp_path / "listens")}, policy=RetryPolicy(3, 3, 0.05, 0.1))
+    tracker, messages = start({"closed": str(tmp_path / "listens")}, capacity=3)
     log(tracker, [1])
     wait_until(lambda: messages)
     log(tracker, range(2, 9))
@@ -113,7 +116,7 @@ def test_hanging_finish_is_killed_and_reported(start, tmp_path):
     log(tracker, [1])
     wait_until(lambda: tracker.delivered == 1)
     tracker.run = dataclasses.replace(tracker.run, timeout_s=2.0)  # the start of the process may take longer
-    pid = tracker._process.child.pid
+    pid = tracker._process.pid
     tracker.finish()
     assert not psutil.pid_exists(pid)
     late = r"it did not send all records in time \(no reply to finish within [0-2] s\); look into the file"
@@ -125,7 +128,7 @@ def test_tracker_finishes_if_the_driver_is_gone(start, tmp_path):
     tracker, _ = start()
     log(tracker, [1])
     wait_until(lambda: tracker.delivered == 1)
-    tracker._process.child.connection.close()
+    tracker._process.connection.close()
     wait_until(lambda: "finish" in arrived(tmp_path))
 
 
@@ -185,7 +188,7 @@ def real_trackers(port, tmp_path, monkeypatch):
 def test_real_packages_without_servers_do_not_block(request, silent_server, closed_port, tmp_path, monkeypatch, kind):
     """A call that waits for the server would block the test: the server never replies."""
     trackers, messages = real_trackers(silent_server[0] if kind == "silent" else closed_port, tmp_path, monkeypatch)
-    processes = [tracker._process.child.pid for tracker in trackers.trackers[:3] if tracker._process]
+    processes = [tracker._process.pid for tracker in trackers.trackers[:3] if tracker._process]
     for step in range(1, 4):
         trackers.log({"critic/score/mean": 0.5}, step)
     trackers.log_samples([{"input": "q", "output": "a"}], 3)

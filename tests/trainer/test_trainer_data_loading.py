@@ -17,7 +17,7 @@ from megarl.config.problems import InvalidConfigError
 from megarl.data.tokenizers import load_tokenizer
 from megarl.trainer.jobs.early_checks import check_rows
 from megarl.trainer.jobs.preflight import check_train
-from megarl.trainer.jobs.sft import FineTuning
+from megarl.trainer.jobs.supervised_jobs import FineTuning
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 
 OWN = """

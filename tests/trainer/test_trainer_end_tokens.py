@@ -15,7 +15,7 @@ from megarl.config import GenerateConfig
 from megarl.config.build import build
 from megarl.data.tokenizers import load_tokenizer
 from megarl.trainer.jobs.generate import run as generate
-from megarl.trainer.jobs.sft import run as fine_tune
+from megarl.trainer.jobs.supervised_jobs import run as fine_tune
 from megarl.trainer.phases.end_tokens import policy_end_tokens
 
 pytestmark = pytest.mark.usefixtures("forked_workers")

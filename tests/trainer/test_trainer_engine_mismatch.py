@@ -10,7 +10,7 @@ import torch
 from megarl.algorithms.masked import Moments
 from megarl.models import read_model_config
 from megarl.models.model_config import Experts
-from megarl.trainer.metrics.engine_mismatch import (
+from megarl.trainer.records.step_metrics import (
     DIFFERENCE,
     EXCESS,
     explained_by_rounding,

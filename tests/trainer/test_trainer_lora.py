@@ -15,10 +15,8 @@ from megarl.config.schema.jobs import PreferenceConfig
 from megarl.convert.command import main as convert
 from megarl.tracking import read_metrics
 from megarl.trainer.jobs.early_checks import check_learners
-from megarl.trainer.jobs.preference import run as run_preference
-from megarl.trainer.jobs.sft import run as run_sft
+from megarl.trainer.jobs.supervised_jobs import run as run_supervised_job
 from megarl.trainer.jobs.train import run as run_policy
-from megarl.trainer.jobs.train_reward_model import run as run_reward_model
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 
@@ -33,7 +31,7 @@ def test_a_policy_continues_from_the_adapters_of_fine_tuning(sft_config, train_c
     run = {"total_training_steps": 6, "save_freq": 6, "default_local_dir": str(checkpoints)}
     (tmp_path / "sft").mkdir()
     config = sft_config({**lora, **{f"trainer.{name}": value for name, value in run.items()}})
-    run_sft(config, tmp_path / "sft")
+    run_supervised_job(config, tmp_path / "sft")
     losses = [row["train/loss"] for row in read_metrics(tmp_path / "sft" / "metrics.jsonl")]
     assert losses[-1] < losses[0] - 0.5
     assert convert(["megatron-to-peft", str(checkpoints), str(adapters)]) == 0
@@ -74,7 +72,7 @@ def test_a_reward_model_trains_adapters_and_its_head(pair_config, tmp_path):
     }
     config = pair_config(changes)
     (tmp_path / "run").mkdir()
-    run_reward_model(config, tmp_path / "run")
+    run_supervised_job(config, tmp_path / "run")
     steps = read_metrics(tmp_path / "run" / "metrics.jsonl")
     assert steps[0]["train/loss"] == pytest.approx(0.6931, abs=1e-4)
     base = load_file(Path(config.model.path) / "model.safetensors")
@@ -118,7 +116,7 @@ def test_preference_optimization_has_the_base_as_reference(pair_config, tmp_path
         "trainer.total_training_steps": 3,
     }
     (tmp_path / "run").mkdir()
-    run_preference(build(PreferenceConfig, set_keys({}, values), str(tmp_path / "files")), tmp_path / "run")
+    run_supervised_job(build(PreferenceConfig, set_keys({}, values), str(tmp_path / "files")), tmp_path / "run")
     losses = [row["train/loss"] for row in read_metrics(tmp_path / "run" / "metrics.jsonl")]
     assert losses[0] == pytest.approx(math.log(2), abs=1e-7)
     assert abs(losses[2] - math.log(2)) > 1e-4

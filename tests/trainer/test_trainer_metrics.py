@@ -11,9 +11,9 @@ from support.documented_metrics import undocumented
 from megarl.base.reductions import combine_metrics
 from megarl.data import DataProto, token_counts
 from megarl.trainer.loop.ppo_trainer import TrainedBatches
-from megarl.trainer.metrics.step_metrics import batch_metrics, group_spread, phase_tokens, throughput_metrics
 from megarl.trainer.phases.advantage_phase import _quality_metrics
 from megarl.trainer.phases.validation import CONVERSATION_METRICS, conversation_metrics
+from megarl.trainer.records.step_metrics import batch_metrics, group_spread, phase_tokens, throughput_metrics
 from megarl.workers.row_math import GENERATED_TOKENS, summary
 
 

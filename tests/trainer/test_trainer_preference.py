@@ -13,7 +13,7 @@ from megarl.config import PreferenceConfig
 from megarl.config.build import build
 from megarl.convert.command import main as convert
 from megarl.tracking import read_metrics
-from megarl.trainer.jobs.preference import run
+from megarl.trainer.jobs.supervised_jobs import run
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 BETA, STEPS = 0.1, 40

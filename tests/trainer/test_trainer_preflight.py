@@ -22,7 +22,7 @@ from megarl.config.keys import with_values
 from megarl.trainer.jobs import early_checks
 from megarl.trainer.jobs.early_checks import check_early
 from megarl.trainer.jobs.preflight import check_schedules, check_train
-from megarl.trainer.jobs.sft import FineTuning
+from megarl.trainer.jobs.supervised_jobs import FineTuning
 from megarl.trainer.roles import devices
 
 POLICY = "actor_rollout_ref"

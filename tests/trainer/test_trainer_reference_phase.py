@@ -16,7 +16,7 @@ from megarl.data import DataProto
 from megarl.models import ParallelLayout
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
-from megarl.trainer.phases.reference_phase import AlignmentPhase, ground_truth_text
+from megarl.trainer.phases.model_passes import AlignmentPhase, ground_truth_text
 
 QUALITY = RefQualityConfig(enable=True, max_weight=0.4, warmup_ratio=0.5, schedule="linear")
 ALIGN = ReprAlignConfig(

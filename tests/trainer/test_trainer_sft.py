@@ -15,7 +15,7 @@ from megarl.ops.report.charts import balance_maps
 from megarl.ops.report.run_files import read_run
 from megarl.tracking import read_metrics
 from megarl.tracking.jsonl_files import read_balance
-from megarl.trainer.jobs.sft import run
+from megarl.trainer.jobs.supervised_jobs import run
 from megarl.trainer.state.run_state import checkpoint_store, find_resume
 from megarl.trainer.state.stopping import StopCondition
 

@@ -17,8 +17,8 @@ from megarl.config.build import build
 from megarl.convert.command import main as convert
 from megarl.tracking import read_metrics
 from megarl.tracking.jsonl_files import read_balance
+from megarl.trainer.jobs.supervised_jobs import run
 from megarl.trainer.jobs.train import run as train
-from megarl.trainer.jobs.train_reward_model import run
 
 pytestmark = pytest.mark.usefixtures("forked_workers")
 

@@ -44,7 +44,7 @@ from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import WorkerPlace, read_marks
 from megarl.workers.settings import MicroBatchBudget, UpdatePlan
-from megarl.workers.sft import SFTWorker
+from megarl.workers.supervised import SFTWorker
 
 MINI_BATCH_ROWS = len(ROW_LENGTHS)
 STEPS = 2

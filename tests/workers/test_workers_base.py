@@ -11,9 +11,9 @@ from megarl.workers.actor import ActorWorker
 from megarl.workers.base import offloaded_parts, optimizer_options
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import Dispatch, read_marks
-from megarl.workers.reference import ReferenceWorker
+from megarl.workers.frozen import ReferenceWorker
 from megarl.workers.rollout import RolloutWorker
-from megarl.workers.sft import SFTWorker
+from megarl.workers.supervised import SFTWorker
 
 
 @pytest.mark.parametrize(

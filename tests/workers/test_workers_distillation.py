@@ -41,8 +41,8 @@ from megarl.megatron import PackedMicroBatch, PolicyOutputs
 from megarl.trainer.phases.model_passes import TeacherPhase
 from megarl.workers.actor import ActorWorker, loss_options
 from megarl.workers.distillation import distillation_loss
+from megarl.workers.frozen import TeacherWorker, hidden_columns
 from megarl.workers.settings import HiddenForm, TeacherHead
-from megarl.workers.teacher import TeacherWorker, hidden_columns
 
 TOPK, COEF, MIN, MAX = 5, 0.5, -4.0, 2.0
 LOSSES = {

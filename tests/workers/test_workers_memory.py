@@ -16,11 +16,10 @@ from tiny_policies import ROW_LENGTHS
 from megarl.megatron.engine.faults import DeviceMemoryError
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
-from megarl.workers.memory import FORWARD, UPDATE, MemoryBudgets
-from megarl.workers.reference import ReferenceWorker
-from megarl.workers.rows import PackedRows
+from megarl.workers.frozen import ReferenceWorker
+from megarl.workers.rows import FORWARD, UPDATE, MemoryBudgets, PackedRows
 from megarl.workers.settings import MicroBatchBudget
-from megarl.workers.sft import SFTWorker
+from megarl.workers.supervised import SFTWorker
 
 LARGE = MicroBatchBudget(max_tokens=1000)
 LONGEST = max(map(sum, ROW_LENGTHS))

@@ -16,7 +16,7 @@ from megarl.megatron.runtime.memory import HostBuffer
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import WorkerPlace
-from megarl.workers.sft import SFTWorker
+from megarl.workers.supervised import SFTWorker
 
 
 def actors_day(role, models, folder, expected):

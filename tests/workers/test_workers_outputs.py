@@ -9,7 +9,7 @@ from tiny_policies import PROMPT_WIDTH, TEMPERATURE, policy_tokens, rectangle, r
 
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
-from megarl.workers.reference import ReferenceWorker
+from megarl.workers.frozen import ReferenceWorker
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

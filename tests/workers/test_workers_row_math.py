@@ -19,9 +19,9 @@ from megarl.config.schema.algorithm import (
 )
 from megarl.data import DataProto, sequence_lengths
 from megarl.data.column_store import ragged_columns
-from megarl.trainer.metrics.step_metrics import batch_metrics
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
 from megarl.trainer.phases.correction_phase import PreferencePhase, RolloutCorrectionPhase, TruncatedResponsesPhase
+from megarl.trainer.records.step_metrics import batch_metrics
 from megarl.workers.row_math import counted_rows, row_sums
 
 LENGTHS = [3, 1, 6, 2, 4, 4, 7, 1, 5, 2, 3, 6]

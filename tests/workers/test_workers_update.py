@@ -25,7 +25,7 @@ from megarl.base.algorithm_names import LOSS_AGG_MODES
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
 from megarl.workers.rows import PackedRows
-from megarl.workers.sft import SFTWorker
+from megarl.workers.supervised import SFTWorker
 
 TOKENS = {"actor": actor_tokens, "critic": critic_tokens, "sft": sft_tokens}
 # Each mode and each cut; other layouts are the matter of the exactness tests.

@@ -26,7 +26,7 @@ from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.tools.calling import PARSERS
 from megarl.agents.types import Conversation, Generate, SessionAccess
 from megarl.base.errors import ConfigError
-from megarl.base.proxies import bypass_proxies
+from megarl.base.ports import bypass_proxies
 from megarl.base.redaction import remember_secret
 from megarl.config.schema.rollout import EndpointConfig, MultiTurnConfig, TrainingRolloutConfig
 from megarl.models import read_model_config

@@ -3,8 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
-from collections.abc import Callable, Iterator
-from typing import Any
+from collections.abc import Iterator
 
 import numpy as np
 import torch
@@ -14,7 +13,7 @@ from megarl.agents import check_agent_loops
 from megarl.agents.build import default_agent_loop
 from megarl.agents.endpoint import check_endpoint
 from megarl.base.formatting import DTYPE_BYTES, count_noun, gib
-from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig, TrainConfig
+from megarl.config import SupervisedConfig, TrainConfig
 from megarl.data import DataProto, StatefulLoader
 from megarl.data.tokenizers import load_tokenizer
 from megarl.models import WeightMap, read_model_config
@@ -26,11 +25,9 @@ from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
 from megarl.sharding.verification import check_coverage
 from megarl.trainer.jobs.early_checks import check_learners, check_reward_model, check_rows
-from megarl.trainer.jobs.preference import preference_training
 from megarl.trainer.jobs.preflight import check_algorithm, check_data_classes, check_engine, check_teacher_tokenizers
-from megarl.trainer.jobs.sft import FineTuning
 from megarl.trainer.jobs.supervised import SupervisedJob
-from megarl.trainer.jobs.train_reward_model import RewardTraining
+from megarl.trainer.jobs.supervised_jobs import supervised_job
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.workers.settings import layout_of
 
@@ -241,18 +238,13 @@ class SupervisedDryRun(DryRun):
         return self.job.held_out
 
 
-_SUPERVISED: dict[type, Callable[[Any], SupervisedJob]] = {
-    SFTConfig: FineTuning,
-    RewardTrainingConfig: RewardTraining,
-    PreferenceConfig: preference_training,
-}
-
-
 def run(config: TrainConfig | SupervisedConfig) -> None:
     """Check every part of a training job and print the result of each.
 
     Raises:
         ConfigError: a part failed; the message lists all failed parts.
     """
-    is_supervised = isinstance(config, SupervisedConfig)
-    check_parts(SupervisedDryRun(_SUPERVISED[type(config)](config)) if is_supervised else TrainDryRun(config))
+    if isinstance(config, SupervisedConfig):
+        check_parts(SupervisedDryRun(supervised_job(config)))
+    else:
+        check_parts(TrainDryRun(config))

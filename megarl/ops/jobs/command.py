@@ -21,8 +21,8 @@ from megarl.base.errors import ConfigError, MegarlError, ModelError
 from megarl.base.files import private_files
 from megarl.base.logs import LOGS_FOLDER, driver_log, steady_output
 from megarl.base.packages import import_large
+from megarl.base.ports import bypass_proxies
 from megarl.base.provenance import run_facts
-from megarl.base.proxies import bypass_proxies
 from megarl.base.redaction import redact_text, redact_words
 from megarl.base.run_clock import start_run_clock
 from megarl.base.run_writer import RUN_WRITER
@@ -45,9 +45,9 @@ from megarl.config.sweeps import of_job
 from megarl.ops.jobs.table import JOBS, job_parser, job_request, planned_layout
 from megarl.tracking.sweep import RunResult, result_of, save_sweep, sweep_table
 from megarl.trainer.jobs.hub_files import with_hub_files
-from megarl.trainer.jobs.model_layouts import check_models
 from megarl.trainer.jobs.output_folders import locked_output_folders
 from megarl.trainer.jobs.served_judge import with_served_judge
+from megarl.workers.settings import check_models
 
 SUMMARY_FILE = "summary.json"
 

@@ -22,7 +22,7 @@ from megarl.config.keys import AUTO
 from megarl.config.schema.jobs import JobConfig
 from megarl.config.short_flags import add_config_arguments, add_flags, flag_overrides
 from megarl.config.verl.table import table_of
-from megarl.trainer.jobs.model_layouts import check_models
+from megarl.workers.settings import check_models
 
 
 class Job(NamedTuple):
@@ -35,22 +35,18 @@ class Job(NamedTuple):
 
 
 _JOBS = "megarl.trainer.jobs"
+_SUPERVISED = f"{_JOBS}.supervised_jobs"
 JOBS = {
     "train": Job(TrainConfig, "ppo", f"{_JOBS}.train", "reinforcement learning with any configuration"),
     "grpo": Job(TrainConfig, "grpo", f"{_JOBS}.train", "GRPO: groups of answers, no critic"),
     "ppo": Job(TrainConfig, "ppo", f"{_JOBS}.train", "PPO: a critic and generalized advantages"),
     "distill": Job(TrainConfig, "distill", f"{_JOBS}.train", "on-policy distillation from a teacher"),
-    "sft": Job(SFTConfig, "sft", f"{_JOBS}.sft", "supervised fine-tuning"),
-    "reward-model": Job(
-        RewardTrainingConfig, "reward_model", f"{_JOBS}.train_reward_model", "training of a reward model on pairs"
-    ),
+    "sft": Job(SFTConfig, "sft", _SUPERVISED, "supervised fine-tuning"),
+    "reward-model": Job(RewardTrainingConfig, "reward_model", _SUPERVISED, "training of a reward model on pairs"),
     "preference": Job(
-        PreferenceConfig,
-        "preference",
-        f"{_JOBS}.preference",
-        "preference optimization on pairs (DPO, IPO, SLiC, SimPO)",
+        PreferenceConfig, "preference", _SUPERVISED, "preference optimization on pairs (DPO, IPO, SLiC, SimPO)"
     ),
-    "dpo": Job(PreferenceConfig, "preference", f"{_JOBS}.preference", "DPO, the default preference loss"),
+    "dpo": Job(PreferenceConfig, "preference", _SUPERVISED, "DPO, the default preference loss"),
     "evaluate": Job(EvaluateConfig, "evaluate", f"{_JOBS}.evaluate", "mean@N, best@N, maj@N on held-out prompts"),
     "generate": Job(GenerateConfig, "generate", f"{_JOBS}.generate", "answers to prompts, without scores"),
 }

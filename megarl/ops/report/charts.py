@@ -10,8 +10,7 @@ from typing import Any
 
 import numpy as np
 
-from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, BalanceRows
-from megarl.tracking.run_summary import VALIDATION_PREFIX
+from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, VALIDATION_PREFIX, WORK, BalanceRows
 
 MOST_STEPS, MOST_RANKS = 200, 128
 _BUSY = "Seconds in the verb, without collectives, of the busiest process of a rank."

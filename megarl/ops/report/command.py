@@ -11,7 +11,7 @@ from megarl.base.errors import ConfigError
 from megarl.base.formatting import gigabytes
 from megarl.ops.report.page import write_page
 from megarl.ops.report.run_files import find_runs, read_run
-from megarl.tracking.run_summary import REPORT_FILE
+from megarl.tracking.jsonl_files import REPORT_FILE
 
 COMPARISON_FILE = "comparison.html"
 

@@ -15,7 +15,7 @@ from megarl.base.algorithm_names import estimator_needs
 from megarl.base.formatting import count_noun, duration
 from megarl.ops.report.charts import FAILURES, non_finite_counts
 from megarl.ops.report.run_files import RunRecord
-from megarl.tracking.run_summary import VALIDATION_PREFIX
+from megarl.tracking.jsonl_files import VALIDATION_PREFIX
 
 BAD, WARN = "bad", "warn"
 _RECOVERED = {

@@ -20,9 +20,8 @@ from megarl.base.errors import RewardError
 from megarl.base.logs import ProcessLogs, tail
 from megarl.rewards.calling import FunctionSpec, serialize_task, timeout_outcome
 from megarl.rewards.outcome import INFRASTRUCTURE, Outcome, failed_outcome
-from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts
+from megarl.rewards.pool.jobs import RewardJob, RewardStream, RunCounts, retry_delay_s
 from megarl.rewards.pool.process import OUT_OF_MEMORY, RewardProcess
-from megarl.rewards.pool.runner import retry_delay_s
 from megarl.rewards.registry import FunctionTraits
 
 LARGEST_CHUNK = 64
@@ -55,12 +54,9 @@ class RewardPool:
     """Processes that live for the whole run.
 
     Args:
-        traits: calling convention of each.
         max_retries: further attempts after an infrastructure failure, such as a dead process.
-        preload: functions that processes load at the start; the others are loaded on first use.
         logs: log folder of the run, for ``reward-<number>.log``; None = output of this process.
         first: number of the first process in the names of log files.
-        environment: of the driver, if another process owns the pool.
     """
 
     def __init__(

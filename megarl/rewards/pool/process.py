@@ -37,12 +37,10 @@ class RewardProcess:
     Args:
         preload: numbers of the functions to load at the start.
         log: file for the output of the process, and log level; None = output of this process.
-        environment: see :class:`~megarl.base.child_process.ChildProcess`.
 
     Attributes:
         loaded: numbers of the loaded functions.
         pending: indices of the unanswered tasks, in the order of sending.
-        spec: the function being called.
         deadline: monotonic time by which the next message must arrive; None = no deadline.
         has_answered: a task was answered, so later ones may meet memory that it kept.
     """

@@ -83,7 +83,8 @@ async def code_tests(
     statuses: list[str] = []
     for number in range(min(count, len(cases.inputs))):
         execution = await run(*cases.trial(number, program))
-        statuses.append("passed" if cases.passes(number, execution) else _failure_status(execution))
+        failed = "timeout" if execution.status == TIMEOUT else "wrong" if execution.succeeded else "error"
+        statuses.append("passed" if cases.passes(number, execution) else failed)
         if execution.status == TIMEOUT:
             break
     tests = cases.asserts[: max(0, count - len(cases.inputs))]
@@ -98,12 +99,6 @@ async def code_tests(
         "pass_rate": share,
         "status": status,
     }
-
-
-def _failure_status(execution: Execution) -> str:
-    if execution.status == TIMEOUT:
-        return "timeout"
-    return "wrong" if execution.succeeded else "error"
 
 
 def extract_code(response: str) -> str:
@@ -122,7 +117,7 @@ def _outdented(code: str, width: int) -> str:
     return re.sub(rf"^[ \t]{{1,{width}}}", "", code, flags=re.MULTILINE) if width else code
 
 
-class Trial(NamedTuple):
+class _Trial(NamedTuple):
     """A program to run for one test case, and its standard input."""
 
     source: str
@@ -154,12 +149,12 @@ class TestCases:
     def __len__(self) -> int:
         return len(self.inputs) + len(self.asserts)
 
-    def trial(self, number: int, code: str) -> Trial:
+    def trial(self, number: int, code: str) -> _Trial:
         """Return the program to run for a case that is no assertion."""
         if self.function is None:
-            return Trial(code, _text(self.inputs[number]))
+            return _Trial(code, _text(self.inputs[number]))
         arguments = _arguments(self.inputs[number])
-        return Trial(code + _CALL.format(name=self.function, token=self._token), json.dumps(arguments))
+        return _Trial(code + _CALL.format(name=self.function, token=self._token), json.dumps(arguments))
 
     def passes(self, number: int, execution: Execution) -> bool:
         """Return whether the program passes a case that is no assertion."""
@@ -185,7 +180,9 @@ def read_cases(ground_truth: Any) -> TestCases:
     """
     cases = parse_json(ground_truth) if isinstance(ground_truth, str) else ground_truth
     if isinstance(cases, Mapping):
-        inputs, outputs, asserts = (_list(cases.get(name)) for name in ("inputs", "outputs", "assert_case"))
+        inputs, outputs, asserts = (
+            [] if cases.get(name) is None else list(cases[name]) for name in ("inputs", "outputs", "assert_case")
+        )
         if len(inputs) == len(outputs) and (inputs or asserts):
             return TestCases(inputs, outputs, cases.get("fn_name") or None, list(map(str, asserts)))
     raise ValueError(

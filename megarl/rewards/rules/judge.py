@@ -73,9 +73,6 @@ async def judge(
 async def served_models(base_url: str, timeout_s: float, api_key_env: str | None = None) -> list[str]:
     """Return the names of the models that an OpenAI-compatible endpoint serves.
 
-    Args:
-        api_key_env: environment variable with the API key; None = no key.
-
     Raises:
         InfrastructureFailure: the endpoint is unreachable, or answers no list of models.
         ValueError: the endpoint refuses the request.

@@ -57,21 +57,17 @@ def search_f1(
 
     A word counts as often as it occurs in both.
     """
-    return _best_match(solution_str, ground_truth, format_score, word_f1)
+    return _best_match(solution_str, ground_truth, format_score, _word_f1)
 
 
 def _best_match(solution: str, ground_truth: Any, format_score: float, compare: Callable[[str, str], float]) -> Fields:
-    targets, answer = right_answers(ground_truth), last_answer(solution)
+    targets, answer = _right_answers(ground_truth), _last_answer(solution)
     score = 0.0 if answer is None else max(compare(answer, target) for target in targets) or format_score
     return {"score": score, "answered": float(answer is not None), "pred": answer}
 
 
-def right_answers(ground_truth: Any) -> list[str]:
-    """Return the normalized right answers.
-
-    Raises:
-        ValueError: the ground truth has none.
-    """
+def _right_answers(ground_truth: Any) -> list[str]:
+    """Return the normalized right answers."""
     targets = ground_truth.get("target") if isinstance(ground_truth, Mapping) else ground_truth
     answers = [targets] if isinstance(targets, str | int | float) else list(targets if targets is not None else [])
     if not answers:
@@ -79,13 +75,13 @@ def right_answers(ground_truth: Any) -> list[str]:
     return [normalize_qa_answer(str(answer)) for answer in answers]
 
 
-def last_answer(solution: str) -> str | None:
+def _last_answer(solution: str) -> str | None:
     """Return the policy's last answer, normalized, or None."""
     answers = _ANSWER.findall(_INFORMATION.sub("", solution))
     return normalize_qa_answer(answers[-1]) if answers else None
 
 
-def word_f1(answer: str, right: str) -> float:
+def _word_f1(answer: str, right: str) -> float:
     """Compute the word F1 of two normalized texts; two texts without words are equal."""
     words, right_words = answer.split(), right.split()
     if not words or not right_words:
@@ -134,8 +130,8 @@ def search_structure(
         ``score``; ``acc``: 1.0 if the answer is right; ``format``: 1.0 if well-formed; ``retrieved``: 1.0 if a document
         has a right answer; ``pred``.
     """
-    targets, answer = right_answers(ground_truth), last_answer(solution_str)
-    well_formed = has_structure(solution_str)
+    targets, answer = _right_answers(ground_truth), _last_answer(solution_str)
+    well_formed = _has_structure(solution_str)
     documents = [normalize_qa_answer(text) for text in _INFORMATION.findall(solution_str)]
     retrieved = any(target in text for text in documents for target in targets)
     is_right = answer is not None and answer in targets
@@ -149,11 +145,8 @@ def search_structure(
     return {"score": value, **{name: float(fact) for name, fact in facts.items()}, "pred": answer}
 
 
-def has_structure(text: str) -> bool:
-    """Return whether a response has the form: ``<think>``, any searches with ``<think>`` after them, ``<answer>``.
-
-    Only white space is allowed between the blocks.
-    """
+def _has_structure(text: str) -> bool:
+    """Return whether a response has the form: ``<think>``, any searches with ``<think>`` after them, ``<answer>``."""
     previous, at = None, 0
     while at < len(text.rstrip()) and previous != "answer":
         opening = _TAG.search(text, at)

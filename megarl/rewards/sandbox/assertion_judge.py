@@ -243,7 +243,7 @@ def _form(value: Any) -> Any:
 
 
 def _builtin_error(kinds: list[str], message: str) -> Exception:
-    """Return an exception of the most special builtin class of a list of class names."""
+    """Return an exception of the most special builtin class among these names."""
     for name in kinds:
         kind = getattr(builtins, str(name), None)
         if isinstance(kind, type) and issubclass(kind, Exception) and kind is not Exception:

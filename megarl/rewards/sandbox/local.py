@@ -3,23 +3,25 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import json
 import os
+import re
 import selectors
 import signal
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cache
 from pathlib import Path
 from typing import NamedTuple
 
+from megarl.base.processes import child_pids, open_files, resident_bytes
 from megarl.rewards.calling import InfrastructureFailure
 from megarl.rewards.sandbox.jail import HOME
-from megarl.rewards.sandbox.memory import MemoryCgroup, cgroup_problem, exceeds_memory, open_memory_cgroup
 from megarl.rewards.sandbox.system_calls import system_call_filter
 
 FINISHED, TIMEOUT, OUTPUT_LIMIT, MEMORY_LIMIT = "finished", "timeout", "output_limit", "memory_limit"
@@ -28,9 +30,7 @@ _START_S = 30.0
 """Seconds to set up the sandbox on a loaded machine, beyond the limit of the program."""
 _MEMORY_CHECK_S = 0.02
 _MIB = 2**20
-CGROUP = "memory cgroup"
-_LAUNCHER_MIB = 64
-"""Memory of the launcher's processes, which belong to the cgroup of the program."""
+_PSS = re.compile(rb"^Pss:\s+(\d+) kB", re.MULTILINE)
 _PROBE = """
 import ctypes, json, os, resource, socket
 
@@ -86,7 +86,6 @@ class SandboxLimits:
         memory_mb: resident memory of all processes together, and address space of each, in MiB.
         max_processes: concurrent processes and threads.
         disk_mb: files, kept in memory, in MiB.
-        max_open_files: open files per process.
         output_mb: standard output and error together, in MiB.
     """
 
@@ -139,10 +138,7 @@ class LocalSandbox:
                 f"no sandbox on this machine: no seccomp filter: {problem}; or use reward.sandbox.url, or "
                 "run programs unfiltered with reward.sandbox.allow_unfiltered=true"
             )
-        # The program, its launcher, its files and its input all stay in memory.
-        memory_mb = self.limits.memory_mb + self.limits.disk_mb + _LAUNCHER_MIB
-        cgroup_of_program = open_memory_cgroup(memory_mb * _MIB + 4 * len(stdin))
-        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root, cgroup_of_program as cgroup:
+        with tempfile.TemporaryDirectory(prefix="megarl-sandbox-") as root:
             spec = json.dumps(self._spec(root, source, stdin)).encode()
             status_r, status_w = os.pipe()
             try:
@@ -158,8 +154,7 @@ class LocalSandbox:
             finally:
                 os.close(status_w)
             try:
-                memory = _limit_memory(process.pid, cgroup, self.limits)
-                output = _communicate(process, spec, self.limits, self.limits.timeout_s + _START_S, memory)
+                output = _communicate(process, spec, self.limits)
             finally:
                 if process.poll() is None:
                     process.kill()  # its children die with it
@@ -197,32 +192,11 @@ class _Output(NamedTuple):
     stopped: str | None  # reason why reading stopped before the end of the program
 
 
-def _limit_memory(launcher: int, cgroup: MemoryCgroup | None, limits: SandboxLimits) -> Callable[[bool], bool]:
-    """Put a launcher, which waits for its input, into its cgroup; without one, its memory is added up here.
-
-    Returns:
-        A function that says whether the program exceeds its memory; the argument: whether it has ended.
-    """
-    if cgroup is not None:
-        try:
-            cgroup.add(launcher)
-        except OSError:
-            pass
-        else:
-            return lambda has_ended: cgroup.exceeded()
-    return lambda has_ended: not has_ended and exceeds_memory(launcher, limits.memory_mb * _MIB)
-
-
-def _communicate(
-    process: subprocess.Popen[bytes],
-    stdin: bytes,
-    limits: SandboxLimits,
-    limit_s: float,
-    exceeds: Callable[[bool], bool],
-) -> _Output:
+def _communicate(process: subprocess.Popen[bytes], stdin: bytes, limits: SandboxLimits) -> _Output:
     """Send the input of a process and read its output, within the limits of output, memory and seconds."""
     assert process.stdin and process.stdout and process.stderr
-    deadline, parts = time.monotonic() + limit_s, {"stdout": bytearray(), "stderr": bytearray()}
+    deadline = time.monotonic() + limits.timeout_s + _START_S
+    parts = {"stdout": bytearray(), "stderr": bytearray()}
     try:
         process.stdin.write(stdin)  # the launcher reads all of it first
         process.stdin.close()
@@ -245,12 +219,51 @@ def _communicate(
             elif now > deadline:
                 stopped = TIMEOUT
             elif now > next_check:
-                stopped = MEMORY_LIMIT if exceeds(False) else None
+                stopped = MEMORY_LIMIT if _exceeds_memory(process.pid, limits.memory_mb * _MIB) else None
                 next_check = now + _MEMORY_CHECK_S
     if stopped is None:
         process.wait()
-        stopped = MEMORY_LIMIT if exceeds(True) else None  # the kernel ended the program between two checks
     return _Output(bytes(parts["stdout"]), bytes(parts["stderr"]), stopped)
+
+
+def _exceeds_memory(launcher: int, limit: int, own_processes: int = 3) -> bool:
+    """Return whether a program with all its processes has more resident bytes than a limit.
+
+    Pages that processes share after a fork count once. Files in anonymous memory (``memfd``) count while they are open.
+
+    Args:
+        launcher: process id of the sandbox's launcher.
+        own_processes: processes of the launcher, each the only child of the one before; they do not count.
+    """
+    tree = [launcher]
+    for pid in tree:  # grows by the descendants; orphans belong to process 1 of their namespace
+        tree += child_pids(pid)
+    pids = tree[own_processes:]
+    files = _anonymous_files(pids)
+    if files + sum(map(resident_bytes, pids)) <= limit:  # an upper bound, much cheaper to read
+        return False
+    return files + sum(map(_proportional, pids)) > limit
+
+
+def _anonymous_files(pids: list[int]) -> int:
+    """Return the bytes of the processes' open memory files, each file once."""
+    sizes: dict[int, int] = {}
+    for pid in pids:
+        for path, target in open_files(pid):
+            if target.startswith("/memfd:"):
+                with contextlib.suppress(OSError):  # closed since it was listed
+                    status = Path(path).stat()
+                    sizes[status.st_ino] = status.st_blocks * 512
+    return sum(sizes.values())
+
+
+def _proportional(pid: int) -> int:
+    """Return the resident bytes of a process, with shared pages divided among their users (PSS)."""
+    try:
+        match = _PSS.search(Path(f"/proc/{pid}/smaps_rollup").read_bytes())
+    except OSError:  # another user's process, or it has ended
+        match = None
+    return int(match[1]) * 1024 if match else resident_bytes(pid)
 
 
 def _execution(report: dict[str, object], output: _Output) -> Execution:
@@ -307,10 +320,6 @@ def protections() -> list[Protection]:
     execution = LocalSandbox(SandboxLimits(timeout_s=20), allow_unfiltered=True).run(_PROBE)
     if not execution.succeeded:
         raise InfrastructureFailure(f"a program does not run in the sandbox: {execution.stderr}")
-    no_cgroup = cgroup_problem()
-    remedies = {
-        "seccomp filter": system_call_filter().problem or "",
-        CGROUP: f"{no_cgroup}; a supervisor adds up the memory of all processes instead",
-    }
-    observed: dict[str, bool] = {**json.loads(execution.stdout), CGROUP: no_cgroup is None}
+    remedies = {"seccomp filter": system_call_filter().problem or ""}
+    observed: dict[str, bool] = json.loads(execution.stdout)
     return [Protection(name, active, "" if active else remedies.get(name, "")) for name, active in observed.items()]

@@ -29,9 +29,8 @@ from megarl.base.child_process import die_with_parent, kill_process_tree
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json
 from megarl.base.logs import output_log
-from megarl.base.ports import held_port
+from megarl.base.ports import bypass_proxies, held_port
 from megarl.base.processes import READ_ERRORS, descendants
-from megarl.base.proxies import bypass_proxies
 from megarl.rollout.interface import EngineLost, RequestRefused, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop, stopped_processes
 from megarl.rollout.sglang.options import (

@@ -2,6 +2,9 @@
 
 The command line runs these checks within a second or two, before the imports of a job. The checks in
 :mod:`megarl.trainer.jobs.preflight` need the imports.
+
+A check raises a :class:`~megarl.base.errors.ConfigError`, ``ModelError`` or ``DataError`` that names the key, its value
+and the remedy.
 """
 
 from __future__ import annotations
@@ -41,9 +44,6 @@ logger = logging.getLogger(__name__)
 def check_early(config: JobConfig) -> None:
     """Check everything that needs no torch; a second or two after the command, a wrong input is reported.
 
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-
     Raises:
         ConfigError, ModelError, DataError: names the key, its value, and the remedy.
         ResourceError: the cluster at ``RAY_ADDRESS`` does not answer.
@@ -56,19 +56,15 @@ def check_early(config: JobConfig) -> None:
         check_learners(config)
     if isinstance(config, TrainConfig | EvaluateConfig) and config.reward.model.enable:
         check_reward_model(config)
-    name_unused_tensors(config)
+    _name_unused_tensors(config)
     check_rows(config)
     check_devices(config.trainer, own_pools(config))
     if not isinstance(config, GenerateConfig):  # it tracks nothing
         check_trackers(config.trainer.logger)
 
 
-def name_unused_tensors(config: JobConfig) -> None:
-    """Warn of tensors in the model folders that nothing loads, such as biases that ``config.json`` does not announce.
-
-    Args:
-        config: complete; its models have been checked.
-    """
+def _name_unused_tensors(config: JobConfig) -> None:
+    """Warn of tensors in the model folders that nothing loads, such as biases not announced in ``config.json``."""
     paths: list[str | None] = []
     if isinstance(config, SupervisedConfig):
         paths = [config.model.path]
@@ -112,11 +108,7 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
     """Check the models of the training roles and the reference, and their layouts.
 
     Args:
-        config: complete.
         weights: require weights; if False, a ``config.json`` is enough.
-
-    Raises:
-        ModelError, ConfigError: names the key, its value, and the remedy.
     """
     if isinstance(config, SupervisedConfig):
         _check_model(config.model.path, config.megatron, "megatron", weights=weights)
@@ -124,7 +116,7 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
         _check_adapters(
             config.model.path, config.model, config.megatron, "model", value_head=value_head, weights=weights
         )
-        check_export(config.trainer.hf_export_dir, [config.model.path])
+        _check_export(config.trainer.hf_export_dir, [config.model.path])
         return
     policy = config.actor_rollout_ref
     _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
@@ -140,21 +132,14 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
         )
     others = [path for path in (config.critic.model.path, config.reward.model.path) if path]
     others += [str(teacher.model_path) for teacher in check_teachers(config, weights=weights)]
-    check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
+    _check_export(config.trainer.hf_export_dir, [policy.model.path, *others])
 
 
 def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[TeacherConfig]:
     """Check that the teachers of a distillation are language models, fit their layouts, and have enough tokens.
 
-    Args:
-        config: complete.
-        weights: require weights; if False, a ``config.json`` is enough.
-
     Returns:
         The teachers, without those that are servers; empty without distillation.
-
-    Raises:
-        ModelError, ConfigError: names the key, its value, and the remedy.
     """
     if not config.distillation.enabled:
         return []
@@ -193,12 +178,8 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
     return list(teachers.values())
 
 
-def check_export(folder: str | None, models: Sequence[str]) -> None:
-    """Check that the export replaces none of the models that the run starts from.
-
-    Raises:
-        ConfigError: it does.
-    """
+def _check_export(folder: str | None, models: Sequence[str]) -> None:
+    """Check that the export replaces none of the models that the run starts from."""
     if folder is not None and Path(folder).resolve() in {Path(path).resolve() for path in models}:
         raise ConfigError(
             f"trainer.hf_export_dir={folder} is the model that the run starts from, which the export would replace; "
@@ -208,15 +189,7 @@ def check_export(folder: str | None, models: Sequence[str]) -> None:
 
 
 def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = True) -> None:
-    """Check that the reward model has a scalar head and fits its layout.
-
-    Args:
-        config: complete.
-        weights: require weights; if False, a ``config.json`` is enough.
-
-    Raises:
-        ModelError, ConfigError: names the key, its value, and the remedy.
-    """
+    """Check that the reward model has a scalar head and fits its layout."""
     path = str(config.reward.model.path)
     if not read_model_config(path).is_value_model:
         raise ModelError(
@@ -245,9 +218,6 @@ def check_rows(config: JobConfig) -> None:
     """Check the data files of a job: schema, and for JSON the first rows.
 
     A user's data set class may read files of any kind, so its files are checked when the class is imported.
-
-    Raises:
-        DataError: names the key, the file, and the remedy.
     """
     if isinstance(config, GenerateConfig):
         if config.data.val_files:  # otherwise the prompts are texts, or on the standard input
@@ -264,11 +234,7 @@ def check_rows(config: JobConfig) -> None:
 
 
 def check_prompt_rows(config: TrainConfig | EvaluateConfig) -> None:
-    """Check that the files have prompts, data sources and ground truths.
-
-    Raises:
-        DataError: names the key, the file, and the remedy.
-    """
+    """Check that the files have prompts, data sources and ground truths."""
     data = config.data
     columns = (data.reward_fn_key, "reward_model")
     if isinstance(config, TrainConfig):

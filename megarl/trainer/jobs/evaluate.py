@@ -49,10 +49,6 @@ ASSISTANT, ENVIRONMENT = "assistant", "tool"
 def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     """Evaluate a policy.
 
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        output_dir: folder of the run's files, which exists. A converted checkpoint lies next to it.
-
     Returns:
         The metrics, as in ``metrics.json``.
 
@@ -122,13 +118,6 @@ class BestAnswers:
 
     Only samples that the policy ended itself are kept; a truncated one would teach to end anywhere. A conversation is
     split into turns, and SFT does not train on the turns of tools and searches.
-
-    Args:
-        config: the section ``best_answers``.
-        tokenizer: decodes samples.
-
-    Attributes:
-        prompts: number of prompts so far.
     """
 
     def __init__(self, config: BestAnswersConfig, tokenizer: PreTrainedTokenizerBase) -> None:
@@ -176,7 +165,7 @@ class BestAnswers:
         return f"best answers: {path}, {len(self._rows)} answers to {self.prompts} prompts"
 
     def _turns(self, batch: DataProto, row: int) -> list[dict[str, str]]:
-        """Split a response into turns of the policy and of its environment."""
+        """Split a response into policy turns and environment turns."""
         one = batch[row]
         ids, generated = one.packed("responses").tolist(), generated_tokens(one).tolist()
         length = len(ids)

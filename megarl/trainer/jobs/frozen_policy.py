@@ -50,7 +50,6 @@ class EvaluatedModel:
     """A model of which only headers have been read.
 
     Attributes:
-        source: folder of its weights.
         step: training step, by the name of the checkpoint folder; 0 without one.
     """
 
@@ -68,11 +67,7 @@ class EvaluatedModel:
         return self.source.companions
 
     def hugging_face_folder(self, converted: Path) -> Path:
-        """Return the Hugging Face folder of the weights, which :meth:`convert` creates if the source is another format.
-
-        Args:
-            converted: folder of converted checkpoints.
-        """
+        """Return the weights' Hugging Face folder, which :meth:`convert` creates for another format."""
         if self.source.kind == HUGGING_FACE:
             return self.source.path
         return converted / f"{self.source.path.parent.name}-{_digest(self.source)}"
@@ -82,7 +77,6 @@ class EvaluatedModel:
 
         Args:
             target: the :meth:`hugging_face_folder`; an earlier conversion of the same files is reused.
-            message: prints a line for the user.
 
         Raises:
             CheckpointError: the conversion failed; the next one resumes it.
@@ -127,7 +121,7 @@ def find_model(path: str) -> EvaluatedModel:
 
 
 def _resolve_pointer(path: Path) -> Path:
-    """The folder of checkpoints of a run's folder or of a path with ``/latest``; any other path unchanged."""
+    """Resolve a run's folder, or a path with ``/latest``, to its checkpoint folder; leave any other path unchanged."""
     latest = path.name == LATEST and not path.exists()
     root = path.parent if latest else path
     for folder in (root, root / CHECKPOINTS):
@@ -159,12 +153,10 @@ class FrozenPolicy(Generic[_Config]):
     """The policy of an evaluation or a generation.
 
     Args:
-        config: complete, as ``megarl.config.build`` returns it.
         output_dir: folder of the run's files. A converted checkpoint lies next to it.
 
     Attributes:
         model: folder of the weights; they are not read before :meth:`convert`.
-        config: with the path of the Hugging Face folder, which may not exist before :meth:`convert`.
 
     Raises:
         CheckpointError: the configuration names no model, or a critic.
@@ -221,9 +213,6 @@ class FrozenReplicas:
 
     Args:
         config: complete; its model path is a Hugging Face folder.
-        pool: devices of the replicas.
-        progress: shows the start of the processes.
-        eos_token_ids: tokens that end every sequence.
 
     Raises:
         WorkerError: a process failed.

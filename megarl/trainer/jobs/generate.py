@@ -30,17 +30,13 @@ from megarl.trainer.phases.end_tokens import policy_end_tokens
 MESSAGES = "raw_prompt"
 PROMPTS_FILE, ANSWERS_FILE = "prompts.jsonl", "answers.jsonl"
 RESPONSES = "responses"
-"""Column of the samples of a prompt, a list of texts, as in verl's generation."""
+"""Column with a prompt's samples, a list of texts, as in verl's generation."""
 SHOWN = 8
 """Number of prompts whose samples are printed."""
 
 
 def run(config: GenerateConfig, output_dir: Path) -> Path:
     """Generate responses to prompts.
-
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        output_dir: folder of the run's files, which exists. A converted checkpoint lies next to it.
 
     Returns:
         The output file: one row per prompt, with its columns and ``responses``, the texts of all samples. The text of a
@@ -116,10 +112,7 @@ def answer_rows(
     """Decode the samples of a batch into one output row per prompt.
 
     Args:
-        prompts: the prompts.
         batch: ``samples`` adjacent rows per prompt.
-        samples: number of samples per prompt.
-        tokenizer: of the policy.
     """
     errors = batch.non_tensor_batch.get("agent_error", [None] * len(batch))
     texts = [

@@ -27,10 +27,6 @@ MODEL_FILES = ("*.json", "*.safetensors", "*.jinja", "*.txt", "*.model", "*.tikt
 def with_hub_files(config: JobT, message: Callable[[str], None]) -> JobT:
     """Replace names of the Hub by the paths of their downloads, unless ``hub.enable`` is false.
 
-    Args:
-        config: complete.
-        message: prints a line for the user.
-
     Raises:
         ConfigError: a model or file cannot be downloaded; names its key.
     """
@@ -66,7 +62,7 @@ def _models(config: JobT, message: Callable[[str], None], files: Sequence[str]) 
         if name is not None and is_model_name(name):
             if name not in folders:
                 message(f"{path}: {name} of the Hugging Face Hub")
-                folders[name] = download_model(name, path, config.hub.cache_dir, files)
+                folders[name] = _download_model(name, path, config.hub.cache_dir, files)
             yield path, folders[name]
 
 
@@ -84,30 +80,18 @@ def _data_keys(config: Any) -> Iterator[tuple[str, list[str]]]:
         yield f"data.mixture.{name}.files", [files] if isinstance(files, str) else files
 
 
-def download_model(text: str, label: str, cache_dir: str | None = None, files: Sequence[str] = MODEL_FILES) -> str:
-    """Download a model of the Hub, or find it in the cache; return its folder.
-
-    Args:
-        text: ``owner/name`` or ``owner/name@revision``.
-        label: configuration key, for errors.
-        cache_dir: folder of the cache; None = Hugging Face's.
-        files: patterns of the files.
-
-    Raises:
-        ConfigError: the Hub cannot be reached or has no such model; names the key.
-    """
+def _download_model(text: str, label: str, cache_dir: str | None = None, files: Sequence[str] = MODEL_FILES) -> str:
+    """Download a model of the Hub, or find it in the cache; return its folder."""
     match = MODEL_NAME.fullmatch(text)
     assert match is not None
     return _snapshot(match, "model", list(files), f"{label}={text}", cache_dir)
 
 
 def download_data(text: str, label: str, cache_dir: str | None = None) -> list[str]:
-    """Download files of a data set of the Hub, or find them in the cache; return their paths, sorted.
+    """Download a Hub data set's files, or find them in the cache; return their paths, sorted.
 
     Args:
         text: ``hf://datasets/owner/name/file`` or ``...name@revision/file``; the file may be a pattern.
-        label: configuration key, for errors.
-        cache_dir: folder of the cache; None = Hugging Face's.
 
     Raises:
         ConfigError: the URL is malformed, the Hub cannot be reached, or has no such file; names the key.

@@ -13,9 +13,8 @@ from megarl.base.formatting import count_noun
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig, JobConfig, SupervisedConfig, TrainConfig
 from megarl.config.stored import CHECKPOINTS_KEY, EXPORT_KEY, may_save, output_files, output_folders, response_folders
-from megarl.trainer.state.checkpoint_manifest import is_of_another_run
+from megarl.trainer.state.checkpoint_manifest import ID_FILE, is_of_another_run, read_run_id
 from megarl.trainer.state.checkpoint_store import CheckpointStore
-from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
 RUN_FOLDER_KEY = "hydra.run.dir"
 LOCK_FILE = ".run_lock"
@@ -26,7 +25,6 @@ def check_output_folders(config: TrainConfig | SupervisedConfig, resumed: Path |
     """Reject output folders with the work of another run, unless ``trainer.overwrite_output`` is set.
 
     Args:
-        config: complete.
         resumed: checkpoint that the run resumes from; None for a new run.
 
     Raises:
@@ -38,7 +36,7 @@ def check_output_folders(config: TrainConfig | SupervisedConfig, resumed: Path |
     trains = not (isinstance(config, TrainConfig) and config.trainer.val_only)
     root, export = str(trainer.default_local_dir), trainer.hf_export_dir
     conflicts = {}
-    if trains and may_save(config) and (steps := steps_of_others(CheckpointStore(root), resumed)):
+    if trains and may_save(config) and (steps := _steps_of_others(CheckpointStore(root), resumed)):
         checkpoints = count_noun(len(steps), "checkpoint")
         conflicts[CHECKPOINTS_KEY] = f"{root} holds {checkpoints} of another run, up to step {steps[-1]}"
     if trains and export is not None and _is_foreign_export(Path(export), resumed):
@@ -57,7 +55,6 @@ def check_output_files(config: EvaluateConfig | GenerateConfig, step: int | None
     """Reject files of an earlier evaluation or generation, unless ``trainer.overwrite_output`` is set.
 
     Args:
-        config: complete.
         step: of the evaluated policy; None: the file with the responses of a step is not checked.
 
     Raises:
@@ -75,12 +72,7 @@ def check_output_files(config: EvaluateConfig | GenerateConfig, step: int | None
 
 
 def claim_response_folders(config: TrainConfig, run_id: str) -> None:
-    """Write the run's ID into its folders of responses, and remove the files of another run from them.
-
-    Args:
-        config: accepted by :func:`check_output_folders`.
-        run_id: ID of the run.
-    """
+    """Write the run's ID into its folders of responses, and remove the files of another run from them."""
     for name in response_folders(config).values():
         folder = Path(name)
         if read_run_id(folder) != run_id:
@@ -89,11 +81,10 @@ def claim_response_folders(config: TrainConfig, run_id: str) -> None:
             RUN_WRITER.replace(folder / ID_FILE, run_id)
 
 
-def steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
+def _steps_of_others(store: CheckpointStore, resumed: Path | None) -> list[int]:
     """List the checkpoints of other runs that a run would replace or hide, by step.
 
     Args:
-        store: checkpoints in the folder of the run.
         resumed: checkpoint that the run resumes from; in the same folder, other runs' earlier steps are not in its way.
             None for a new run: every checkpoint belongs to another run, complete or not.
     """
@@ -136,16 +127,12 @@ def _alternatives(keys: list[str], *, can_resume: bool, kind: str = "folder") ->
 def locked_output_folders(config: JobConfig, folder: Path) -> Iterator[None]:
     """Lock the folders that a run writes, within the block: run files, checkpoints, export and responses.
 
-    Args:
-        config: complete.
-        folder: folder of the run's files, which exists.
-
     Raises:
         ConfigError: another run holds a lock; names the folder, the holder, and the key.
     """
     own = LockHolder(config.trainer.experiment_name, str(folder.resolve()))
     with ExitStack() as stack:
-        for file, key in lock_files(config, folder).items():
+        for file, key in _lock_files(config, folder).items():
             try:
                 file.parent.mkdir(parents=True, exist_ok=True)
             except OSError as error:
@@ -156,7 +143,7 @@ def locked_output_folders(config: JobConfig, folder: Path) -> Iterator[None]:
         yield
 
 
-def lock_files(config: JobConfig, folder: Path) -> dict[Path, str]:
+def _lock_files(config: JobConfig, folder: Path) -> dict[Path, str]:
     """List a run's lock files with the keys of their folders, one per folder."""
     files = {folder.resolve() / LOCK_FILE: RUN_FOLDER_KEY}
     if getattr(config.trainer, "dry_run", False):

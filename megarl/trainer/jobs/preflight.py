@@ -1,6 +1,9 @@
 """Preflight: checks of user code, algorithm, engine, rewards and agents before any process starts.
 
 :mod:`megarl.trainer.jobs.early_checks` has the checks that need no torch; the command line runs them first.
+
+A check raises a :class:`~megarl.base.errors.ConfigError`, ``ModelError``, ``DataError`` or ``RewardError`` that names
+the key, its value and the remedy.
 """
 
 from __future__ import annotations
@@ -35,28 +38,17 @@ from megarl.workers.settings import schedule_steps
 
 
 def check_train(config: TrainConfig) -> None:
-    """Check user code, algorithm, engine, reward functions and agents of a training job.
-
-    Args:
-        config: complete; :func:`~megarl.trainer.jobs.early_checks.check_early` has passed.
-
-    Raises:
-        ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
-    """
+    """Check user code, algorithm, engine, reward functions and agents of a training job."""
     load_callbacks(config.trainer.callbacks)
     check_data_classes(config)
     check_algorithm(config)
     check_teacher_tokenizers(config)
-    check_teacher_servers(config)
+    _check_teacher_servers(config)
     check_answers(config, read_model_config(config.actor_rollout_ref.model.path))
 
 
 def check_data_classes(config: TrainConfig) -> None:
-    """Check the weights of a mixture, and the user's dataset, sampler and collate function.
-
-    Raises:
-        DataError, ConfigError: names the key, the file, and the remedy.
-    """
+    """Check the weights of a mixture, and the user's dataset, sampler and collate function."""
     data = config.data
     mixture_weights(data)
     if data.custom_cls.path is not None and not reads_its_files(data.custom_cls):
@@ -66,11 +58,7 @@ def check_data_classes(config: TrainConfig) -> None:
 
 
 def check_algorithm(config: TrainConfig) -> None:
-    """Check that estimator and loss load.
-
-    Raises:
-        ConfigError: names the key, its value, and the remedy.
-    """
+    """Check that estimator and loss load."""
     ADVANTAGES.find(config.algorithm.adv_estimator)
     POLICY_LOSSES.find(config.actor_rollout_ref.actor.policy_loss.loss_mode)
 
@@ -97,12 +85,8 @@ def check_teacher_tokenizers(config: TrainConfig) -> None:
             )
 
 
-def check_teacher_servers(config: TrainConfig) -> None:
-    """Check that the servers of teachers answer, have the policy's vocabulary, and take its sequences.
-
-    Raises:
-        TeacherError, ConfigError: see :func:`check_teacher_server`.
-    """
+def _check_teacher_servers(config: TrainConfig) -> None:
+    """Check that the servers of teachers answer, have the policy's vocabulary, and take its sequences."""
     policy, data, distillation = config.actor_rollout_ref.model, config.data, config.distillation
     for name, teacher in distillation.teacher_models.items() if distillation.enabled else ():
         if teacher.server.urls:
@@ -121,9 +105,6 @@ def check_teacher_server(
     """Check that every server of a teacher has the policy's tokens, by the text of each, and takes its sequences.
 
     Args:
-        key: config key of the servers.
-        server: the servers.
-        tokenizer: of the policy.
         vocab_size: tokens of the policy's model; a server ends at one that its own lacks.
         longest: most tokens of prompt and response.
 
@@ -155,40 +136,20 @@ def check_teacher_server(
 
 
 def check_answers(config: TrainConfig | EvaluateConfig, model: ModelConfig) -> None:
-    """Check layout, reward functions and agents of a job that generates and scores.
-
-    Args:
-        config: complete.
-        model: the policy.
-
-    Raises:
-        ModelError, ConfigError, DataError, RewardError: names the key, its value, and the remedy.
-    """
+    """Check layout, reward functions and agents of a job that generates and scores."""
     check_generation(config, model)
     check_rewards(config)
 
 
 def check_generation(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
-    """Check layout, engine and agents of a job that generates.
-
-    Args:
-        config: complete.
-        model: the policy.
-
-    Raises:
-        ModelError, ConfigError: names the key, its value, and the remedy.
-    """
-    check_context(config, model)
+    """Check layout, engine and agents of a job that generates."""
+    _check_context(config, model)
     check_engine(config, model)
     check_agent_loops(config)
 
 
-def check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
-    """Check that the longest response leaves room for a prompt; prompts are compared when they are measured.
-
-    Raises:
-        ConfigError: names the key, its value, and the remedy.
-    """
+def _check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
+    """Check that the longest response leaves room for a prompt; prompts are compared when they are measured."""
     context = context_tokens(config.actor_rollout_ref.rollout, model)
     if config.data.max_response_length >= context:
         raise ConfigError(
@@ -200,11 +161,7 @@ def check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model: 
 
 
 def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
-    """Check that the rollout engine supports the model in its layout.
-
-    Raises:
-        ModelError, ConfigError: names the key, its value, and the remedy.
-    """
+    """Check that the rollout engine supports the model in its layout."""
     policy = config.actor_rollout_ref
     rollout = policy.rollout
     layout = ParallelLayout(tp=rollout.tensor_model_parallel_size)
@@ -215,11 +172,6 @@ def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: M
 
 def check_schedules(config: TrainConfig | SupervisedConfig, batches: BatchPlan, total_steps: int) -> None:
     """Check that the schedules of learning rates and reward weights fit into the run.
-
-    Args:
-        config: complete.
-        batches: batch plan of ``config``.
-        total_steps: training steps of the whole run.
 
     Raises:
         InvalidConfigError: lists every schedule that does not fit, by key.

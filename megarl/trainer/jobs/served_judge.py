@@ -19,9 +19,6 @@ _TIMEOUT_S = 30.0
 def with_served_judge(config: JobT) -> JobT:
     """Fill the name of the judge's model with the only one that its endpoint serves, unless it is set.
 
-    Args:
-        config: complete.
-
     Raises:
         ConfigError: the endpoint does not answer, or serves several models.
     """

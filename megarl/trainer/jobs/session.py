@@ -7,6 +7,7 @@ from contextlib import AbstractContextManager, ExitStack, contextmanager
 from pathlib import Path
 from typing import Any, Final, Generic, TypeVar
 
+from megarl.algorithms import KLController
 from megarl.base.errors import RayLost
 from megarl.base.files import PRIVATE_UMASK
 from megarl.base.logs import LOGS_FOLDER, ProcessLogs
@@ -17,6 +18,7 @@ from megarl.cluster.session import RaySession, local_store_bytes
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import JobT, SupervisedConfig, TrainConfig, own_pools
 from megarl.config.stored import stored_config
+from megarl.data.loader import PromptQueue
 from megarl.tracing import PHASE, span
 from megarl.tracking import Console
 from megarl.trainer.records.reporting import RunReporter
@@ -24,7 +26,7 @@ from megarl.trainer.records.tracing import RunTracing, role_profiles
 from megarl.trainer.records.watchdog import LaterLimits
 from megarl.trainer.roles.devices import JobPools, reserve_pools
 from megarl.trainer.roles.worker_groups import Progress
-from megarl.trainer.state.run_identity import identify_run
+from megarl.trainer.state.checkpoint_manifest import identify_run
 from megarl.trainer.state.run_state import Resume, RunState, find_resume
 from megarl.trainer.state.stopping import CTRL_C, KILLED, RAY_LOST, StopCondition, ends_on_signals, process_deadlines
 from megarl.workers.settings import needed_store_bytes
@@ -36,18 +38,13 @@ ContextT = TypeVar("ContextT", bound=AbstractContextManager[object])
 def open_job(config: JobT, output_dir: Path, **console: Any) -> Iterator[JobSession[JobT]]:
     """Open the console of a job and the checkpoint to resume from; close everything at the end of the block.
 
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        output_dir: folder of the run's files, which exists.
-        **console: further arguments of :class:`~megarl.tracking.Console`.
-
     Raises:
         ConfigError: a deadline in the environment is malformed.
         CheckpointError: the checkpoint to resume from is missing, corrupt or of another model.
     """
     run = config.trainer
     with ExitStack() as stack:
-        view = stack.enter_context(Console(quiet=run.quiet, title=run.experiment_name, **console))
+        view = stack.enter_context(Console(quiet=run.quiet, **console))
         yield JobSession(config, output_dir, view, stack)
 
 
@@ -58,11 +55,6 @@ class JobSession(Generic[JobT]):
     the processes, and :meth:`starting_workers` encloses the start of the worker groups.
 
     Attributes:
-        config: of the job.
-        output_dir: folder of the run's files.
-        console: of the job.
-        logs: log files of its processes.
-        stop: decides when a training job ends early.
         resume: checkpoint that a training job resumes from; None = start at step 0.
         run_id: ID of the run; a resumed run keeps it.
         started: time at which the command was entered, of ``time.monotonic``.
@@ -132,6 +124,27 @@ class JobSession(Generic[JobT]):
         self.tracing = self._stack.enter_context(tracing)
         return pool
 
+    def state(self, prompts: PromptQueue, total_steps: int, kl_controller: KLController | None = None) -> RunState:
+        """Build the state of a training run, with the checkpoint to resume from; ``prompts`` are at its position."""
+        assert isinstance(self.config, TrainConfig | SupervisedConfig), "a training job"
+        return RunState(
+            self.config, prompts, kl_controller, total_steps, self.resume, self.stop, self.console.message, self.run_id
+        )
+
+    def reporter(self, state: RunState) -> RunReporter:
+        """Build the reporter of a training run; the end of each phase commits a save that is written."""
+        resumed = (self.resume.path, self.resume.state.step) if self.resume else None
+        return RunReporter(
+            self.config.trainer,
+            self.recorded_config(),
+            self.output_dir,
+            self.console,
+            resumed,
+            on_phase_end=state.saver.advance,
+            run_id=self.run_id,
+            started=self.started,
+        )
+
     def recorded_config(self) -> dict[str, Any]:
         """Return the configuration in its stored form, with the device type that :meth:`start` found."""
         return stored_config(with_values(self.config, {"trainer.device": self.pools.trainer.pool.device}))
@@ -152,7 +165,6 @@ class JobSession(Generic[JobT]):
         """Handle the signals that end training: a run that saves finishes its step; otherwise Ctrl-C ends it at once.
 
         Args:
-            state: of the run.
             reporter: of the run; it writes the summary in any case.
 
         Raises:

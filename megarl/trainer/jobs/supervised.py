@@ -27,25 +27,19 @@ from megarl.tracking import SFT_COLUMNS, MetricColumn, read_metrics
 from megarl.trainer.jobs.output_folders import check_output_folders
 from megarl.trainer.jobs.preflight import check_schedules
 from megarl.trainer.jobs.session import open_job
-from megarl.trainer.metrics.step_metrics import phase_tokens, rank_balance
 from megarl.trainer.phases.data_loading import mixture_weights, training_files, training_order
 from megarl.trainer.records.reporting import RunReporter, RunSummary
+from megarl.trainer.records.step_metrics import phase_tokens, rank_balance
 from megarl.trainer.records.tracing import RunTracing
-from megarl.trainer.roles.worker_groups import Progress, budget
-from megarl.trainer.state.run_identity import ID_FILE
+from megarl.trainer.roles.worker_groups import Progress, budget, role_settings
 from megarl.trainer.state.run_state import RunState, inexact_checkpoints
-from megarl.workers.settings import RoleSettings, layout_of, lora_options
 
 TARGET_WINDOW = 10
 """Steps over which accuracy is averaged before it is compared with the target."""
 
 
 class SupervisedJob(ABC):
-    """Base class of supervised jobs: data, worker class and validation of one kind of job.
-
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-    """
+    """Base class of supervised jobs: data, worker class and validation of one kind of job."""
 
     worker: ClassVar[str]
     """Worker class, as ``module:class``."""
@@ -54,7 +48,7 @@ class SupervisedJob(ABC):
     columns: ClassVar[Sequence[MetricColumn]] = SFT_COLUMNS
     """Columns of the console's table."""
     rows: ClassVar[str] = "samples"
-    """Name of a row of the data, in the plural."""
+    """Noun for a data row, in the plural."""
 
     def __init__(self, config: SupervisedConfig) -> None:
         self.config = config
@@ -120,10 +114,6 @@ class SupervisedJob(ABC):
 def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
     """Train, resuming from a checkpoint if there is one, and export a Hugging Face folder.
 
-    Args:
-        job: kind of job with its configuration.
-        output_dir: folder of the run's files, which exists.
-
     Raises:
         MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
     """
@@ -141,24 +131,14 @@ def run_supervised(job: SupervisedJob, output_dir: Path) -> RunSummary:
         console.set_total_steps(total_steps)
         console.message("\n".join([render_plan(batches), *inexact_checkpoints(config)]))
         pool = session.start()
-        state = RunState(config, rows, None, total_steps, session.resume, session.stop, console.message, session.run_id)
-        resumed_from = (session.resume.path, session.resume.state.step) if session.resume else None
-        reporter = RunReporter(
-            config.trainer,
-            session.recorded_config(),
-            output_dir,
-            console,
-            resumed_from,
-            on_phase_end=state.saver.advance,
-            run_id=session.run_id,
-            started=session.started,
-        )
+        state = session.state(rows, total_steps)
+        reporter = session.reporter(state)
         with session.starting_workers() as progress:
             workers = _start_workers(job, batches.phase(config.role), total_steps, pool, progress, files)
         console.message(workers.describe())
         with session.training(state, reporter):
             _fit(job, workers, state, reporter, session.tracing)
-            return _close(config, workers, state, reporter)
+            return reporter.close_training(state, config.trainer.hf_export_dir, workers.export_hf)
 
 
 def _fit(
@@ -168,7 +148,8 @@ def _fit(
     tracing.begin_step(0)
     state.restore([workers])
     target = job.config.trainer.target_accuracy
-    recent = deque(_past_accuracies(reporter.metrics_file), TARGET_WINDOW)
+    past = [row["train/accuracy"] for row in read_metrics(reporter.metrics_file) if "train/accuracy" in row]
+    recent = deque(past, TARGET_WINDOW)
     rows = job.config.data.train_batch_size
     for batch in state.remaining_prompts(rows) if not _reached(recent, target) else ():
         tracing.begin_step(state.step)
@@ -192,25 +173,6 @@ def _fit(
                 state.save([workers], reporter.lasting_files)
 
 
-def _close(config: SupervisedConfig, workers: MegatronGroup, state: RunState, reporter: RunReporter) -> RunSummary:
-    """Complete the last save, and export the model unless the run ended early."""
-    stop_message = state.finish()
-    folder = None if stop_message else str(config.trainer.hf_export_dir)
-    if stop_message:
-        reporter.console.warn(stop_message)
-    if folder:
-        with reporter.console.phase("export", announce=True):
-            workers.export_hf(folder, {ID_FILE: reporter.run_id})
-    summary = reporter.finish(folder, state.stopped)
-    state.check_last_save()
-    return summary
-
-
-def _past_accuracies(metrics_file: Path) -> list[float]:
-    """Accuracies of the steps before a resume."""
-    return [row["train/accuracy"] for row in read_metrics(metrics_file) if "train/accuracy" in row]
-
-
 def _reached(recent: Collection[float], target: float | None) -> bool:
     return target is not None and len(recent) == TARGET_WINDOW and sum(recent) / TARGET_WINDOW >= target
 
@@ -223,23 +185,12 @@ def _start_workers(
     progress: Progress,
     files: Mapping[str, str],
 ) -> MegatronGroup:
-    config = job.config
-    settings = RoleSettings(
-        model_path=config.model.path,
-        layout=layout_of(config.megatron),
-        megatron=config.megatron,
-        optim=config.optim,
-        total_updates=total_steps,
-        device=pool.pool.device,
-        seed=config.trainer.seed,
-        nccl_timeout=config.trainer.nccl_timeout,
-        external_lib=config.model.user_modules,
-        repeat_out_of_memory=config.trainer.repeat_out_of_memory,
-        lora=lora_options(config.model, config.trainer.seed),
-        adapter_path=config.model.lora_adapter_path,
-        reference_adapter=config.model.lora.reference == "adapter",
+    config, run = job.config, job.config.trainer
+    modules = config.model.user_modules
+    settings = role_settings(
+        run, pool.pool.device, modules, config.model.path, config.megatron, config.optim, total_steps, config.model,
         export_files=files,
-    )
+    )  # fmt: skip
     cost = sequence_cost(read_model_config(config.model.path), value_head=job.value_head)
     kwargs = {"settings": settings, **job.worker_arguments(phase, cost)}
     budgets = {job.update: budget(phase.micro, cost)}

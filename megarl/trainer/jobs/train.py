@@ -32,15 +32,21 @@ from megarl.trainer.phases.correction_phase import (
 )
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
 from megarl.trainer.phases.end_tokens import policy_end_tokens
-from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass, TeacherPhase, simultaneous_passes, verb_pass
-from megarl.trainer.phases.reference_phase import AlignmentPhase, BatchPhase
+from megarl.trainer.phases.model_passes import (
+    ROW_VERB,
+    AlignmentPhase,
+    BatchPhase,
+    ModelPass,
+    TeacherPhase,
+    simultaneous_passes,
+    verb_pass,
+)
 from megarl.trainer.phases.validation import Validator
-from megarl.trainer.records.reporting import RunReporter, RunSummary
+from megarl.trainer.records.reporting import RunSummary
 from megarl.trainer.roles.devices import JobPools
-from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.roles.role_builder import RoleBuilder
-from megarl.trainer.roles.worker_groups import Progress
-from megarl.trainer.state.run_state import RunState, inexact_checkpoints
+from megarl.trainer.roles.worker_groups import Progress, Roles
+from megarl.trainer.state.run_state import inexact_checkpoints
 
 LARGEST_KEPT_TENSOR = 2**30
 """Bytes of the largest freed tensor whose memory the driver keeps: a column of a large batch."""
@@ -48,10 +54,6 @@ LARGEST_KEPT_TENSOR = 2**30
 
 def run(config: TrainConfig, output_dir: Path) -> RunSummary:
     """Train with reinforcement learning.
-
-    Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        output_dir: folder of the run's files, which exists.
 
     Raises:
         MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
@@ -76,9 +78,6 @@ class TrainerBuilder:
 
     The constructor does everything that needs no worker (tokenizer, data, callbacks), so that invalid input fails
     before any process starts.
-
-    Args:
-        session: of the job.
     """
 
     def __init__(self, session: JobSession[TrainConfig]) -> None:
@@ -107,18 +106,14 @@ class TrainerBuilder:
     def build(self, pools: JobPools, progress: Progress) -> PPOTrainer:
         """Start the workers on their devices, and build the trainer.
 
-        Args:
-            pools: devices of the job.
-            progress: shows the start of the workers.
-
         Raises:
             WorkerError: a worker failed to start.
         """
         session, config, console = self.session, self.session.config, self.session.console
         console.set_total_steps(self.total_steps)
         advantage = AdvantagePhase(config.algorithm)
-        state = self._state(advantage)
-        reporter = self._reporter(state)
+        state = session.state(self.prompts, self.total_steps, advantage.kl_controller)
+        reporter = session.reporter(state)
         scorers = runner_scorers(config, session.logs, config.trainer.nnodes)
         runners = session.enter(AgentRunners(config, self.tokenizer, pools.trainer, scorers))
         folder, message = session.output_dir, console.message
@@ -135,7 +130,8 @@ class TrainerBuilder:
             on_lost=roles.replicas.replace,
             state_masking=config.actor_rollout_ref.actor.state_masking,
         )
-        rewards = self._rewards(roles)
+        scorer = RewardModelScorer(roles.reward_model, self.reader) if roles.reward_model and self.reader else None
+        rewards = RewardPhase(self.reward_functions, self.tokenizer, config.reward, scorer)
         samples = SampleService(config, self.ledger, self.prompts, rollouts, rewards, roles.replicas)
         state.in_flight = samples.state_dict
         recorders = build_recorders(
@@ -151,38 +147,6 @@ class TrainerBuilder:
         )
         phases = self._phases(roles, samples, advantage)
         return PPOTrainer(config, roles, phases, recorders, state, reporter, session.tracing)
-
-    def _state(self, advantage: AdvantagePhase) -> RunState:
-        session = self.session
-        return RunState(
-            session.config,
-            self.prompts,
-            advantage.kl_controller,
-            self.total_steps,
-            session.resume,
-            session.stop,
-            session.console.message,
-            session.run_id,
-        )
-
-    def _reporter(self, state: RunState) -> RunReporter:
-        session = self.session
-        return RunReporter(
-            session.config.trainer,
-            session.recorded_config(),
-            session.output_dir,
-            session.console,
-            (session.resume.path, session.resume.state.step) if session.resume else None,
-            on_phase_end=state.saver.advance,
-            run_id=session.run_id,
-            started=session.started,
-        )
-
-    def _rewards(self, roles: Roles) -> RewardPhase:
-        scorer = None
-        if roles.reward_model and self.reader:
-            scorer = RewardModelScorer(roles.reward_model, self.reader)
-        return RewardPhase(self.reward_functions, self.tokenizer, self.session.config.reward, scorer)
 
     def _validator(self, rollouts: Rollouts, rewards: RewardPhase) -> Validator | None:
         if self.val_loader is None:

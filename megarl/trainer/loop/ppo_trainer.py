@@ -19,12 +19,10 @@ from megarl.samples.selection import join
 from megarl.samples.service import SampleService
 from megarl.trainer.callbacks import Callback, TrainerView
 from megarl.trainer.phases.advantage_phase import AdvantagePhase, RewardShaping
-from megarl.trainer.phases.model_passes import ROW_VERB, ModelPass
-from megarl.trainer.phases.reference_phase import BatchPhase
+from megarl.trainer.phases.model_passes import ROW_VERB, BatchPhase, ModelPass
 from megarl.trainer.records.reporting import RunReporter, RunSummary
 from megarl.trainer.records.tracing import RunTracing
-from megarl.trainer.roles.job_roles import Roles
-from megarl.trainer.state.run_identity import ID_FILE
+from megarl.trainer.roles.worker_groups import Roles
 from megarl.trainer.state.run_state import RunState
 from megarl.workers.row_math import GENERATED_TOKENS
 
@@ -37,12 +35,10 @@ class StepPhases:
     """Phases of a training step, selected from the configuration when the trainer is built.
 
     Attributes:
-        samples: source of scored samples.
         passes: log-probs of the policy, the reference and the teachers, and values. Those of a group run at the same
             time, on separate devices.
         reference: further passes over the reference, which read the columns of ``passes``; empty without them.
         shaping: from scores to shaped rewards.
-        advantage: from rewards to advantages.
         correction: change the rows, weights and mask that the updates train on.
         updates: optimizer steps of critic and actor; those of a group run at the same time.
     """
@@ -78,37 +74,25 @@ class TrainedBatches:
         return join(self._batches), join(self._trained), combine_metrics(self._metrics)
 
 
+@dataclass(eq=False)
 class PPOTrainer:
     """Runs the phases of each training step in order; workers compute, the driver decides.
 
     Args:
-        config: complete.
         roles: worker groups; a role that the algorithm does not need is None.
-        phases: of a step.
         recorders: run after each step: metrics, samples, validation, user callbacks, checkpoint.
-        state: step, data order and checkpoints.
-        reporter: times phases, and writes metrics and summary.
-        tracing: timeline, profilers and watchdog.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        roles: Roles,
-        phases: StepPhases,
-        recorders: Sequence[Callback],
-        state: RunState,
-        reporter: RunReporter,
-        tracing: RunTracing,
-    ) -> None:
-        self.config = config
-        self.roles = roles
-        self.phases = phases
-        self.recorders = recorders
-        self.state = state
-        self.reporter = reporter
-        self.tracing = tracing
-        self.phase = reporter.phase
+    config: TrainConfig
+    roles: Roles
+    phases: StepPhases
+    recorders: Sequence[Callback]
+    state: RunState
+    reporter: RunReporter
+    tracing: RunTracing
+
+    def __post_init__(self) -> None:
+        self.phase = self.reporter.phase
 
     def fit(self) -> RunSummary:
         """Train until the last step; resume, validate, save and report on the way.
@@ -259,17 +243,10 @@ class PPOTrainer:
     def close(self) -> RunSummary:
         """Complete the last save, export the policy if configured, and write the summary."""
         self.phases.samples.close()
-        stop_message = self.state.finish()
         trainer = self.config.trainer
         folder = None if trainer.val_only else trainer.hf_export_dir
-        if stop_message:
-            folder = None  # there is no time for it, and the run is not over
-            self.reporter.console.warn(stop_message)
-        if folder:
-            with self.reporter.console.phase("export", announce=True):
-                self.roles.actor.export_hf(folder, {ID_FILE: self.reporter.run_id})
+        return self.reporter.close_training(self.state, folder, self.roles.actor.export_hf, self._end_recorders)
+
+    def _end_recorders(self) -> None:
         for recorder in self.recorders:
             recorder.on_train_end(self.view())
-        summary = self.reporter.finish(folder, self.state.stopped)
-        self.state.check_last_save()
-        return summary

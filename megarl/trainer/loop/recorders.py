@@ -7,8 +7,8 @@ next.
 
 from __future__ import annotations
 
-import dataclasses
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass, replace
 from functools import partial
 
 from transformers import PreTrainedTokenizerBase
@@ -23,8 +23,6 @@ from megarl.config.schema.jobs import TrainConfig
 from megarl.data import token_counts
 from megarl.models import read_model_config
 from megarl.trainer.callbacks import Callback, TrainerView
-from megarl.trainer.metrics.engine_mismatch import explained_by_rounding
-from megarl.trainer.metrics.step_metrics import batch_metrics, phase_tokens, rank_balance, throughput_metrics
 from megarl.trainer.phases.model_passes import ROW_VERB
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter
@@ -37,39 +35,34 @@ from megarl.trainer.records.sample_records import (
     rows_of_groups,
     samples_with_tokens,
 )
+from megarl.trainer.records.step_metrics import (
+    batch_metrics,
+    explained_by_rounding,
+    phase_tokens,
+    rank_balance,
+    throughput_metrics,
+)
 from megarl.trainer.state.run_state import RunState
 
 SAMPLES_PER_STEP_IN_REPORT = 16
 SAMPLES_PER_VALIDATION_IN_REPORT = 64
 
 
+@dataclass(eq=False)
 class StepMetrics(Callback):
     """Computes the metrics of the batch: progress, scores, lengths, throughput, balance and rollout mismatch.
 
     Also collects the pass metrics of frozen roles; trained roles report theirs with the update.
 
     Args:
-        actor: worker group of the actor.
-        frozen: worker groups with a model that is not trained.
-        state: of the run.
-        compare_log_probs: compare the log-probs of engine and actor in every step.
         explained: in step 1, compare the difference with this one, see :func:`batch_metrics`; None = do not.
     """
 
-    def __init__(
-        self,
-        actor: ActorGroup,
-        frozen: Sequence[MegatronGroup],
-        state: RunState,
-        *,
-        compare_log_probs: bool,
-        explained: float | None = None,
-    ) -> None:
-        self.actor = actor
-        self.frozen = frozen
-        self.state = state
-        self.compare_log_probs = compare_log_probs
-        self.explained = explained
+    actor: ActorGroup
+    frozen: Sequence[MegatronGroup]
+    state: RunState
+    compare_log_probs: bool
+    explained: float | None = None
 
     def on_step_end(self, view: TrainerView) -> Metrics:
         """Return the metrics, and update the prompt queue with the scores of its prompts."""
@@ -97,12 +90,12 @@ class StepMetrics(Callback):
         return metrics
 
 
+@dataclass(eq=False)
 class BalanceRecorder(Callback):
     """Records the work and busy seconds of each data-parallel rank in ``balance.jsonl``."""
 
-    def __init__(self, learners: Sequence[WorkerGroup], reporter: RunReporter) -> None:
-        self.learners = learners
-        self.reporter = reporter
+    learners: Sequence[WorkerGroup]
+    reporter: RunReporter
 
     def on_step_end(self, view: TrainerView) -> None:
         """Append the ranks' lists of the step."""
@@ -110,13 +103,13 @@ class BalanceRecorder(Callback):
         self.reporter.keep_balance(view.step, rank_balance(view.trained, self.learners, view.seconds))
 
 
+@dataclass(eq=False)
 class SampleRecorder(Callback):
     """Dumps the samples of a step to ``trainer.rollout_data_dir``, and keeps some for the report."""
 
-    def __init__(self, tokenizer: PreTrainedTokenizerBase, reporter: RunReporter, *, compare_log_probs: bool) -> None:
-        self.tokenizer = tokenizer
-        self.reporter = reporter
-        self.compare_log_probs = compare_log_probs
+    tokenizer: PreTrainedTokenizerBase
+    reporter: RunReporter
+    compare_log_probs: bool
 
     def on_step_end(self, view: TrainerView) -> None:
         """Write the samples of the step."""
@@ -130,6 +123,7 @@ class SampleRecorder(Callback):
         self.reporter.keep_samples(step, samples_with_tokens(shown, self.tokenizer, step), "train")
 
 
+@dataclass(eq=False)
 class ValidationRecorder(Callback):
     """Validates if due, dumps the samples, and calls ``on_validation`` of the user callbacks.
 
@@ -139,19 +133,11 @@ class ValidationRecorder(Callback):
     changes them.
     """
 
-    def __init__(
-        self,
-        validator: Validator | None,
-        state: RunState,
-        learners: Sequence[WorkerGroup],
-        reporter: RunReporter,
-        callbacks: Sequence[Callback],
-    ) -> None:
-        self.validator = validator
-        self.state = state
-        self.learners = learners
-        self.reporter = reporter
-        self.callbacks = callbacks
+    validator: Validator | None
+    state: RunState
+    learners: Sequence[WorkerGroup]
+    reporter: RunReporter
+    callbacks: Sequence[Callback]
 
     def on_train_start(self, view: TrainerView) -> None:
         """Validate before the first step, if configured, and log the metrics."""
@@ -167,7 +153,7 @@ class ValidationRecorder(Callback):
         """Return the metrics of the step's validation if due; beside training, of the validation before."""
         metrics: Metrics = {}
         if self.validator is not None and (step := self.validator.step_in_flight) is not None:
-            metrics = self._record(dataclasses.replace(view, step=step), self.validator.end) | {"val-aux/step": step}
+            metrics = self._record(replace(view, step=step), self.validator.end) | {"val-aux/step": step}
         if self._is_due(view):
             if self._runs_beside(view):
                 self._begin(view.step)
@@ -213,16 +199,16 @@ class ValidationRecorder(Callback):
             # Trackers take steps in order, so a validation beside training is logged with the current step.
             self.reporter.log_samples(self.state.step, evenly_spaced(samples, trainer.log_val_generations))
         for callback in self.callbacks:
-            callback.on_validation(dataclasses.replace(view, metrics=metrics))
+            callback.on_validation(replace(view, metrics=metrics))
         return metrics
 
 
+@dataclass(eq=False)
 class MetricsLogger(Callback):
     """Logs the metrics of the step to trackers and console."""
 
-    def __init__(self, state: RunState, reporter: RunReporter) -> None:
-        self.state = state
-        self.reporter = reporter
+    state: RunState
+    reporter: RunReporter
 
     def on_step_end(self, view: TrainerView) -> None:
         """Log the metrics of all recorders before this one, and those of finished saves."""
@@ -231,20 +217,14 @@ class MetricsLogger(Callback):
         self.reporter.log_step(view.step, metrics, phase_tokens(view.batch, view.seconds, view.trained))
 
 
+@dataclass(eq=False)
 class CheckpointRecorder(Callback):
     """Saves a checkpoint if due, and calls ``on_save`` of the user callbacks for complete ones."""
 
-    def __init__(
-        self,
-        state: RunState,
-        learners: Sequence[WorkerGroup],
-        reporter: RunReporter,
-        callbacks: Sequence[Callback],
-    ) -> None:
-        self.state = state
-        self.learners = learners
-        self.reporter = reporter
-        self.callbacks = callbacks
+    state: RunState
+    learners: Sequence[WorkerGroup]
+    reporter: RunReporter
+    callbacks: Sequence[Callback]
 
     def on_step_end(self, view: TrainerView) -> None:
         """Save if due."""
@@ -260,7 +240,7 @@ class CheckpointRecorder(Callback):
     def _report_saves(self, view: TrainerView) -> None:
         for folder in self.state.saver.take_completed():
             for callback in self.callbacks:
-                callback.on_save(dataclasses.replace(view, checkpoint=folder))
+                callback.on_save(replace(view, checkpoint=folder))
 
 
 def build_recorders(
@@ -274,19 +254,7 @@ def build_recorders(
     reporter: RunReporter,
     callbacks: Sequence[Callback],
 ) -> list[Callback]:
-    """Build the recorders of a run, with the user callbacks before metrics are logged.
-
-    Args:
-        config: complete.
-        actor: worker group of the actor.
-        learners: worker groups that train.
-        frozen: worker groups with a model that is not trained, in processes of their own.
-        validator: None = no validation.
-        tokenizer: of the policy.
-        state: of the run.
-        reporter: of the run.
-        callbacks: user callbacks.
-    """
+    """Build the recorders of a run, with the user callbacks before metrics are logged."""
     # In bypass mode, or with an estimate, the actor computes no log-probs to compare the engine's with.
     computes = not (config.algorithm.rollout_correction.bypass_mode or config.estimates_proximal_policy)
     compare_log_probs = config.actor_rollout_ref.rollout.calculate_log_probs and computes

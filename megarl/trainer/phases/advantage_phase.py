@@ -51,12 +51,7 @@ from megarl.workers.row_math import (
 )
 
 
-def weight_schedule(config: ScheduledWeightConfig, total_steps: int) -> WeightSchedule:
-    """Build the schedule of a reward weight over ``total_steps`` training steps.
-
-    Raises:
-        ConfigError: the shape of the schedule is unknown or malformed.
-    """
+def _weight_schedule(config: ScheduledWeightConfig, total_steps: int) -> WeightSchedule:
     warmup = warmup_steps(config.warmup_ratio, total_steps)
     return WeightSchedule(config.max_weight, warmup, SCHEDULES.find(config.schedule), config.steps)
 
@@ -68,17 +63,15 @@ class RewardShaping:
     and the batch, so a checkpoint needs no state of it.
 
     Args:
-        config: complete.
         total_steps: training steps of the whole run; warm-ups are shares of it.
-        rows: shapes the tokens.
     """
 
     def __init__(self, config: AlgorithmConfig, total_steps: int, rows: RowMap = map_in_process) -> None:
         self.rows = rows
         quality, align = config.ref_quality_score, config.repr_align
         aligns = align.enable and align.ref_alignment.enable
-        self.quality = weight_schedule(quality, total_steps) if quality.enable else None
-        self.alignment = weight_schedule(align.ref_alignment, total_steps) if aligns else None
+        self.quality = _weight_schedule(quality, total_steps) if quality.enable else None
+        self.alignment = _weight_schedule(align.ref_alignment, total_steps) if aligns else None
 
     def shape(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
         """Add ``token_level_rewards`` to the batch if they differ from the scores, and statistics to ``metrics``.
@@ -119,7 +112,7 @@ class RowRewards(NamedTuple):
     """Rewards by row.
 
     Attributes:
-        sums: ``[b]`` double, of the rewards of a row's tokens.
+        sums: ``[b]`` double, each row's summed token rewards.
         counted: ``[b]`` bool, rows with a trained token.
         trained_counts: ``[b]``, trained tokens.
     """
@@ -135,9 +128,6 @@ class AdvantagePhase:
     Row functions compute tokens, in the processes that hold them; the driver computes group baselines from sums of
     rewards, and merges moments for whitening. Estimators that compare the tokens of a group get whole groups. Only
     estimators over the tokens of all rows, such as a user's, run in the driver.
-
-    Args:
-        config: estimator, discount and penalties.
 
     Attributes:
         rows: runs the row functions; in this process until the workers have started.
@@ -230,7 +220,6 @@ class AdvantagePhase:
         """Estimate advantages from the tokens of rows, of groups, or of the whole batch, by the estimator's scope.
 
         Args:
-            batch: with rewards, or with scores for ``terms``.
             terms: penalties; the result then has the columns of :func:`penalized_rewards_of_rows` too.
         """
         config, gigpo, scope = self.config, self.config.gigpo, self.estimate.scope

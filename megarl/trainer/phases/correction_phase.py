@@ -7,6 +7,8 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable
+from dataclasses import dataclass
+from typing import ClassVar
 
 from torch import Tensor
 
@@ -17,7 +19,7 @@ from megarl.base.reductions import Metrics
 from megarl.config.schema.algorithm import PFPPOConfig, RolloutCorrectionConfig, rejection_rules, weight_bounds
 from megarl.data import DataProto
 from megarl.data.remote_columns import RowMap, map_in_process, token_part, with_tokens
-from megarl.workers.correction_rows import (
+from megarl.workers.advantage_rows import (
     CORRECTED_COLUMNS,
     ENGINE_COLUMNS,
     LOG_PROB_COLUMNS,
@@ -38,13 +40,10 @@ class RolloutCorrectionPhase:
     rejected tokens. Scores and lengths are reported of all samples.
 
     Args:
-        config: complete section ``algorithm.rollout_correction``.
         loglinear: the actor interpolates the proximal policy and computes the importance weights within the loss.
         version: returns the version of the last weight sync, that of the proximal policy; read with ``loglinear``.
-        rows: computes the tokens.
 
     Attributes:
-        correction: weights and rules to apply.
         reads_rollout: whether ``old_log_probs`` are the engine's (bypass mode, and ``loglinear``).
     """
 
@@ -120,9 +119,6 @@ class TruncatedResponsesPhase:
     """Masks responses that a limit of tokens or turns ended (TRL's ``mask_truncated_completions``).
 
     It runs after the advantages: a truncated response still counts in the baseline of its group.
-
-    Args:
-        rows: computes the tokens.
     """
 
     name = "truncated_responses"
@@ -141,34 +137,25 @@ class TruncatedResponsesPhase:
         return with_tokens(batch, columns)
 
 
+@dataclass(eq=False)
 class PreferencePhase:
     """Redraws the rows of the batch by their scores (PF-PPO).
 
     Args:
-        config: section ``algorithm.pf_ppo``.
         seed: of the run; the draw depends on it and on the step.
-        rows: sums the scores.
     """
 
-    name = "pf_ppo"
-
-    def __init__(self, config: PFPPOConfig, seed: int, rows: RowMap = map_in_process) -> None:
-        self.rows = rows
-        self.config = config
-        self.seed = seed
+    config: PFPPOConfig
+    seed: int
+    rows: RowMap = map_in_process
+    name: ClassVar[str] = "pf_ppo"
 
     def is_active(self, batch: DataProto, step: int) -> bool:
         """Return True: PF-PPO redraws the rows in every step."""
         return True
 
     def run(self, batch: DataProto, step: int, metrics: Metrics) -> DataProto:
-        """Draw as many rows as the batch has; ``metrics`` gets the share of different rows.
-
-        Args:
-            batch: with advantages.
-            step: global step.
-            metrics: gets ``pf_ppo/rows_fraction``.
-        """
+        """Draw as many rows as the batch has; ``pf_ppo/rows_fraction`` is the share of different rows."""
         columns, _ = self.rows(scores_of_rows, (*MASKS, "token_level_scores"), batch)
         scores, counted = (columns.tensors[name].numpy() for name in ("scores_sums", "counted"))
         method, power = self.config.reweight_method, self.config.weight_pow
@@ -179,10 +166,6 @@ class PreferencePhase:
 
 def _check_finite(batch: DataProto, non_finite: Tensor) -> None:
     """Check that the compared tokens have finite log-probs.
-
-    Args:
-        batch: all rows.
-        non_finite: column :data:`NON_FINITE` of the row functions.
 
     Raises:
         DataError: names the first row and token without.

@@ -53,7 +53,7 @@ def validation_loader(config: GenerationJobConfig, tokenizer: PreTrainedTokenize
     return _sequential_loader(config, dataset)
 
 
-class PromptOnlyDataset(RLHFDataset):
+class _PromptOnlyDataset(RLHFDataset):
     """Prompts without the columns of a reward function."""
 
     scored = False
@@ -63,7 +63,7 @@ def generation_loader(
     config: GenerationJobConfig, files: list[str], tokenizer: PreTrainedTokenizerBase
 ) -> StatefulLoader:
     """Build the loader of prompts to generate from, in file order, with all columns of the rows."""
-    return _sequential_loader(config, _dataset(config, files, tokenizer, PromptOnlyDataset, **_held_out(config)))
+    return _sequential_loader(config, _dataset(config, files, tokenizer, _PromptOnlyDataset, **_held_out(config)))
 
 
 def _sequential_loader(config: GenerationJobConfig, dataset: Prompts) -> StatefulLoader:
@@ -121,7 +121,7 @@ def training_order(data: DataSourceConfig, dataset: RowDataset | CustomPrompts) 
 
 
 def mixture_weights(data: DataSourceConfig) -> dict[str, MixtureSchedule]:
-    """Parse the weight schedule of each data set of a mixture.
+    """Parse a mixture's weight schedules.
 
     Raises:
         DataError: a weight is malformed; names its key.
@@ -151,7 +151,7 @@ def _sampler_order(sampler: Any, config: TrainConfig, dataset: Prompts) -> Sampl
     data: DataConfig = config.data
     source = dataset.source if isinstance(dataset, CustomPrompts) else dataset
     try:
-        order = sampler(data_source=source, data_config=verls_section(data))
+        order = sampler(data_source=source, data_config=_verls_section(data))
     except TypeError as error:
         raise ConfigError(
             f"data.sampler: {sampler.__name__} failed on the arguments data_source and data_config: {error}",
@@ -184,7 +184,7 @@ def _prompts(
         kind,
         files,
         tokenizer,
-        verls_section(data),
+        _verls_section(data),
         subset["max_samples"],
         reader=PromptReader(data.prompt_key, data.system_prompt, _tool_schemas(config), data.apply_chat_template),
         encoder=PromptEncoder(
@@ -288,7 +288,7 @@ def collate_function(data: DataConfig) -> Callable[..., Any] | None:
     return None if data.collate_fn is None else load_user_function(data.collate_fn, "data.collate_fn", arguments=1)
 
 
-def verls_section(data: PromptsConfig) -> DictConfig:
+def _verls_section(data: PromptsConfig) -> DictConfig:
     """Return the section ``data`` as verl's classes expect it: keys as attributes, as items, and by ``get``."""
     return OmegaConf.create(dataclasses.asdict(data))
 

@@ -15,11 +15,6 @@ from megarl.models.end_tokens import GENERATION_FILE, EndTokens, read_end_tokens
 def policy_end_tokens(folder: str, tokenizer: PreTrainedTokenizerBase, warn: Callable[[str], None]) -> tuple[int, ...]:
     """Return the end-of-sequence tokens of the policy, and name a disagreement of its files.
 
-    Args:
-        folder: model folder.
-        tokenizer: of the policy.
-        warn: prints a warning.
-
     Raises:
         ModelError: a file is malformed, or the model lacks one of the tokens.
     """

@@ -48,10 +48,8 @@ class Validator:
     """Evaluates the policy on held-out prompts.
 
     Args:
-        rollouts: generates the samples.
         rewards: scores them; the validation metric is this reward.
         loader: held-out prompts, in file order.
-        tokenizer: decodes samples for the dump.
 
     Attributes:
         step_in_flight: step of :meth:`begin` without :meth:`end`; None = nothing is in flight.
@@ -92,9 +90,7 @@ class Validator:
         """Generate and score samples for all held-out prompts.
 
         Args:
-            step: step recorded in the samples.
             stream: seeds the draws: equal weights and streams give equal samples; None = ``step``.
-            on_batch: receives every scored batch.
 
         Returns:
             Metrics (see :func:`validation_metrics`), and the samples.
@@ -154,7 +150,6 @@ def conversation_metrics(batches: Sequence[Metrics], rows: Sequence[int]) -> Met
     """Combine the conversation metrics of several batches as ``val-aux/<name>``.
 
     Args:
-        batches: metrics of each batch.
         rows: number of rows of each batch, which weights the means.
     """
     combined = combine_metrics(list(zip(batches, rows, strict=True)))
@@ -206,8 +201,6 @@ def expected_extreme(values: np.ndarray, k: int, *, largest: bool) -> tuple[floa
 
     Args:
         values: ``[n]``, n >= k.
-        k: size of a subset.
-        largest: the largest value of a subset, else the smallest.
     """
     ordered = np.sort(values) if largest else np.sort(values)[::-1]
     subsets = math.comb(len(values), k)
@@ -224,7 +217,6 @@ def expected_majority(values: np.ndarray, votes: np.ndarray, k: int) -> tuple[fl
     Args:
         values: of each sample, ``[n]``.
         votes: number of each sample's answer, from 0, ``[n]`` int.
-        k: size of a subset.
     """
     members = subsets(len(values), k)
     ballots = np.eye(int(votes.max()) + 1)[votes]

@@ -18,13 +18,12 @@ from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.run import RunConfig, TrainingRunConfig
 from megarl.tracing import PHASE, lane_span, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
-from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, BalanceFile, RankLists
-from megarl.tracking.run_summary import REPORT_FILE
+from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, REPORT_FILE, BalanceFile, RankLists
 from megarl.tracking.sample_files import SampleFiles, begin_samples
-from megarl.trainer.metrics.engine_mismatch import mismatch_warnings
-from megarl.trainer.metrics.step_metrics import empty_step_warnings, memory_warnings
 from megarl.trainer.records.sample_records import Sample
-from megarl.trainer.state.run_identity import ID_FILE, identify_run
+from megarl.trainer.records.step_metrics import empty_step_warnings, memory_warnings, mismatch_warnings
+from megarl.trainer.state.checkpoint_manifest import ID_FILE, identify_run
+from megarl.trainer.state.run_state import RunState
 
 ACCURACY_PREFIX = "val-core/"
 RUN_FILES = (METRICS_FILE, BALANCE_FILE)
@@ -39,13 +38,11 @@ class RunSummary:
         val_accuracy_before: mean reward over the data sources at the validation before the first step; of a resumed
             run, before the first step of the run that it continues.
         val_accuracy_after: mean reward over the data sources at the last validation after a step.
-        steps: training steps of this run.
         train_seconds: wall seconds in training steps.
         wall_seconds: wall seconds since the command was entered, including imports, start-up and validation.
         rollout_tokens_per_s: generated tokens per second of rollout, over all replicas.
         update_tokens_per_s: tokens (prompts and responses) per second of updates, actor and critic together.
         hf_dir: folder of the exported policy in Hugging Face format.
-        report: path of the HTML report.
         stopped: reason of an end before the last step, such as ``Ctrl-C``.
     """
 
@@ -65,12 +62,8 @@ class RunReporter:
     """Times phases, logs to trackers and console, and writes the summary of the run.
 
     Args:
-        config: the section ``trainer``.
         resolved: the whole configuration in its stored form.
-        folder: folder of the run's files.
-        console: of the run.
         resumed_from: folder and step of the checkpoint whose metrics the run continues; None for a new run.
-        on_phase_end: called after each successful phase.
         run_id: ID of the run, for its folder and its trackers; None = a new one.
         started: time at which the run started, of ``time.monotonic``; None = now.
     """
@@ -111,15 +104,12 @@ class RunReporter:
         begin_samples(folder / "samples", resumed_step)
         self.samples = {kind: SampleFiles(folder / "samples" / kind) for kind in ("train", "validation")}
         if resumed_from is not None:
-            self._copy_run_files(resumed_from[0])
+            for name in RUN_FILES:
+                if (resumed_from[0] / name).exists():
+                    shutil.copyfile(resumed_from[0] / name, folder / name)
             self._accuracy_before = _accuracy_of_start(self.metrics_file)
         self._balance = BalanceFile(folder / BALANCE_FILE, resumed_step)
         self.trackers = self._open_trackers(resumed_step)
-
-    def _copy_run_files(self, checkpoint: Path) -> None:
-        for name in RUN_FILES:
-            if (checkpoint / name).exists():
-                shutil.copyfile(checkpoint / name, self.folder / name)
 
     def _open_trackers(self, resumed_step: int | None) -> Trackers:
         RUN_WRITER.replace(self.folder / ID_FILE, self.run_id)
@@ -187,11 +177,6 @@ class RunReporter:
         """Log the metrics of a step with its timings.
 
         Warns on the console of repeated passes, empty updates and a rollout mismatch.
-
-        Args:
-            step: global step.
-            metrics: without timings.
-            tokens: number of tokens that each phase processed.
         """
         for sentence in (*memory_warnings(metrics), *empty_step_warnings(metrics), *mismatch_warnings(metrics)):
             self.console.warn(f"step {step}: {sentence}")
@@ -229,12 +214,7 @@ class RunReporter:
         self._balance.add(step, lists)
 
     def finish(self, hf_dir: str | None, stopped: str | None = None) -> RunSummary:
-        """Close the trackers, and write and print the summary.
-
-        Args:
-            hf_dir: folder of the exported policy; None without one.
-            stopped: reason of an end before the last step.
-        """
+        """Close the trackers, and write and print the summary."""
         summary = self._summary(hf_dir, stopped)
         self.close(dataclasses.asdict(summary))
         return summary
@@ -253,6 +233,33 @@ class RunReporter:
             RUN_WRITER.replace(Path(path), text)
         RUN_WRITER.close()
         self.console.summary(values, self.config.experiment_name)
+
+    def close_training(
+        self,
+        state: RunState,
+        folder: str | None,
+        export: Callable[[str, Mapping[str, str]], object],
+        at_end: Callable[[], None] = lambda: None,
+    ) -> RunSummary:
+        """Complete the last save, export the model to ``folder``, and write the summary.
+
+        Args:
+            folder: None = no export. A run that ends early exports nothing.
+            at_end: called before the trackers close.
+
+        Raises:
+            CheckpointError: the last save failed.
+        """
+        if stop_message := state.finish():
+            folder = None  # there is no time for it, and the run is not over
+            self.console.warn(stop_message)
+        if folder:
+            with self.console.phase("export", announce=True):
+                export(folder, {ID_FILE: self.run_id})
+        at_end()
+        summary = self.finish(folder, state.stopped)
+        state.check_last_save()
+        return summary
 
     def interrupted(self, stopped: str) -> dict[str, str]:
         """Return the summary files, by path, of a run that ends now without a word."""

@@ -164,12 +164,7 @@ def evenly_spaced(items: Sequence[Item], count: int) -> list[Item]:
 
 
 def rows_of_groups(uids: Sequence[str], count: int) -> list[int]:
-    """Pick at most ``count`` rows: all rows of evenly spaced groups, adjacent; a larger group is cut.
-
-    Args:
-        uids: group of each row.
-        count: largest number of rows.
-    """
+    """Pick at most ``count`` rows: all rows of evenly spaced groups, adjacent; a larger group is cut."""
     groups: dict[str, list[int]] = {}
     for row, uid in enumerate(uids):
         groups.setdefault(uid, []).append(row)

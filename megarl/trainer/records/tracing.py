@@ -5,7 +5,7 @@ from __future__ import annotations
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from types import MappingProxyType, TracebackType
+from types import MappingProxyType
 from typing import Any, Self
 
 from megarl.base.errors import ConfigError
@@ -33,7 +33,7 @@ DRIVER = 0
 """Row of the driver in the timeline; the processes of the roles follow."""
 PROFILES = "profile"
 ROLES = {"actor_rollout_ref.actor": "actor", "actor_rollout_ref.ref": "reference", "critic": "critic"}
-"""Roles of processes by the paths of their config sections."""
+"""Process roles by config path."""
 NSIGHT = {
     "trace": "cuda,nvtx,cublas,ucx",
     "cuda-memory-usage": "true",
@@ -49,11 +49,6 @@ class Timeline:
     """Collects the events of all processes in one trace file, step by step.
 
     The events of a step are fetched during the next step, so that no process waits for them.
-
-    Args:
-        keys: the section ``trainer.timeline``.
-        folder: of the run's files.
-        message: prints a line for the user.
     """
 
     def __init__(self, keys: TimelineConfig, folder: Path, message: Callable[[str], None]) -> None:
@@ -145,11 +140,6 @@ class Timeline:
 def role_profiles(config: TrainConfig, folder: Path, device: str) -> dict[str, RoleProfile]:
     """Build the profiler options of each role; empty if no step is profiled.
 
-    Args:
-        config: complete.
-        folder: of the run's files.
-        device: ``cpu`` or ``cuda``.
-
     Raises:
         ConfigError: the tool needs CUDA, and the run is on CPU.
     """
@@ -158,7 +148,7 @@ def role_profiles(config: TrainConfig, folder: Path, device: str) -> dict[str, R
         return {}
     if keys.tool != "torch" and device == "cpu":
         raise ConfigError(f"global_profiler.tool={keys.tool}: {needs_cuda(keys.tool)}", code="timeline.needs-cuda")
-    options = profile_options(keys, Path(keys.save_path or folder / PROFILES).absolute())
+    options = _profile_options(keys, Path(keys.save_path or folder / PROFILES).absolute())
     chosen = {ROLES[path]: _ranks(profiler) for path, profiler in config.role_profilers.items()}
     return {role: RoleProfile(options, ranks) for role, ranks in chosen.items() if ranks is not None}
 
@@ -170,8 +160,7 @@ def _ranks(profiler: RoleProfilerConfig) -> tuple[int, ...] | None:
     return () if profiler.all_ranks else tuple(profiler.ranks)
 
 
-def profile_options(keys: ProfilerConfig, folder: Path) -> ProfileOptions:
-    """Build the options that a process gives its profiler."""
+def _profile_options(keys: ProfilerConfig, folder: Path) -> ProfileOptions:
     tools: ToolConfig = keys.global_tool_config
     return ProfileOptions(
         tool=str(keys.tool),
@@ -183,14 +172,8 @@ def profile_options(keys: ProfilerConfig, folder: Path) -> ProfileOptions:
     )
 
 
-class ProfiledSteps:
-    """Starts and stops the profilers of the processes for the chosen steps.
-
-    Args:
-        keys: the section ``global_profiler``.
-        processes: of the run.
-        message: prints a line for the user.
-    """
+class _ProfiledSteps:
+    """Starts and stops the profilers of the processes for the chosen steps."""
 
     def __init__(self, keys: ProfilerConfig, processes: RunProcesses, message: Callable[[str], None]) -> None:
         self._steps = set(keys.steps or ())
@@ -245,13 +228,7 @@ class RunTracing:
     """Timeline, profilers and watchdog of a run, from before its processes start until they are gone.
 
     Args:
-        config: the section ``trainer``.
-        folder: of the run's files.
-        message: prints a line for the user.
         pool: devices of the processes; processes that start later are traced.
-        profiles: profiler of each role.
-        profiled: the section ``global_profiler``, with the steps to profile.
-        later: limits of other parts of the run, for the watchdog.
     """
 
     def __init__(
@@ -265,7 +242,7 @@ class RunTracing:
         later: LaterLimits = NO_OTHERS,
     ) -> None:
         self.processes = pool.processes
-        self._profiler = ProfiledSteps(profiled, self.processes, message) if profiles and profiled else None
+        self._profiler = _ProfiledSteps(profiled, self.processes, message) if profiles and profiled else None
         self._watchdog = Watchdog(config.watchdog, folder, self.processes, message, later)
         self.options = TracingOptions(self._watchdog.limits.any, config.timeline.enable, dict(profiles))
         self.processes.options = self.options
@@ -277,9 +254,7 @@ class RunTracing:
         self._watchdog.__enter__()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         try:
             self._watchdog.__exit__(kind, error, trace)
             if self._profiler is not None and error is None:

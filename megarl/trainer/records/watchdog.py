@@ -10,7 +10,6 @@ import time
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import TracebackType
 from typing import Any, Self
 
 from megarl.base.errors import StallError
@@ -39,7 +38,7 @@ _NS = 1_000_000_000
 
 @dataclass(frozen=True)
 class LaterLimits:
-    """Time limits of other parts of a run, which the watchdog's limits are ordered by.
+    """Other time limits in a run, which bound the watchdog's limits.
 
     Attributes:
         collective_s: ``trainer.nccl_timeout``, after which a collective ends its workers.
@@ -74,10 +73,6 @@ class PhaseLimits:
     longest time so far, but before a collective fails; a reported phase gets twice its limit. The run ends at the same
     time, with two exceptions: a phase that has not completed yet may compile or load until shortly before a collective
     fails, and a silent replica is replaced first.
-
-    Args:
-        keys: the section ``trainer.watchdog``.
-        later: limits of other parts of the run.
     """
 
     def __init__(self, keys: WatchdogConfig, later: LaterLimits = NO_OTHERS) -> None:
@@ -98,12 +93,7 @@ class PhaseLimits:
         return None if limit is None else max(limit, self._doubled.get(phase, 0.0))
 
     def end_of(self, phase: str, completed: bool) -> float | None:
-        """Return the seconds without progress until the run ends; None = no limit.
-
-        Args:
-            phase: name of the phase.
-            completed: whether the phase has completed before in this run.
-        """
+        """Return the seconds without progress until the run ends; None = no limit."""
         limit = self._usual(phase)
         if limit is None or phase in self._by_phase:
             return limit
@@ -131,13 +121,6 @@ class PhaseLimits:
 
 class Watchdog:
     """A thread that checks the duration of the current phase; a context manager.
-
-    Args:
-        keys: the section ``trainer.watchdog``.
-        folder: of the run's files.
-        processes: of the run.
-        message: prints lines for the user.
-        later: limits of other parts of the run.
 
     Attributes:
         stall: the error that ends the run; None without a stall.
@@ -170,9 +153,7 @@ class Watchdog:
             self._thread.start()
         return self
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         self._closed.set()
         if self._thread is not None and self.stall is None:
             self._thread.join()
@@ -209,9 +190,6 @@ class Watchdog:
         """Collect the stacks of all processes, and write and print the summary of the stall.
 
         Args:
-            phase: the phase without progress.
-            seconds: its time without progress.
-            limit: seconds after which it is reported.
             end: seconds after which the run ends; None = it continues.
         """
         folder = self._folder / STALLS / time.strftime("%Y-%m-%d_%H-%M-%S")

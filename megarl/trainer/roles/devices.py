@@ -21,7 +21,7 @@ _NONE: Mapping[str, OwnDevicesConfig] = MappingProxyType({})
 
 
 class JobPools:
-    """Devices of a job's roles: the trainer's pool, and pools of roles with devices of their own.
+    """Devices of a job's roles: the trainer's pool, and separate pools for roles with their own devices.
 
     Args:
         trainer: devices of the roles without a pool of their own.
@@ -35,7 +35,7 @@ class JobPools:
             pool.processes = trainer.processes  # all processes of the job are traced and watched together
 
     def of(self, section: str) -> PlacedPool:
-        """Return the devices of a role by the path of its section."""
+        """Return a role's devices by its config path."""
         return self._own.get(section, self.trainer)
 
 
@@ -43,10 +43,6 @@ def check_devices(run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -
     """Check the devices before Ray starts: those of this machine, or with ``RAY_ADDRESS`` that its cluster answers.
 
     The devices of a cluster are counted by :func:`reserve_pools`, after the connection.
-
-    Args:
-        run: devices of the trainer.
-        own: devices of roles alone, see :func:`megarl.config.schema.jobs.own_pools`.
 
     Raises:
         ConfigError: this machine has too few devices.
@@ -67,12 +63,7 @@ def check_devices(run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -
 
 
 def reserve_pools(session: RaySession, run: RunConfig, own: Mapping[str, OwnDevicesConfig] = _NONE) -> JobPools:
-    """Reserve the devices of all roles of a job in the connected cluster.
-
-    Args:
-        session: connected.
-        run: devices of the trainer.
-        own: devices of roles alone.
+    """Reserve the devices for all roles in the connected cluster.
 
     Raises:
         ResourceError: the cluster lacks the devices, or other jobs hold them.
@@ -90,7 +81,6 @@ def resolve_device(device: str, nodes: Sequence[Mapping[str, float]]) -> Literal
     """Resolve ``auto`` to CUDA if a node has a GPU, else to the CPU.
 
     Args:
-        device: ``trainer.device``.
         nodes: total resources of each node.
     """
     if device == "auto":

@@ -1,14 +1,14 @@
-"""Construction of the worker groups of a training job from its configuration, and of their weight sync."""
+"""Builds a training job's worker groups and their weight sync from the configuration."""
 
 from __future__ import annotations
 
 import itertools
 import logging
 from collections.abc import Callable, Collection, Sequence
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from functools import partial
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any
 
 from megarl.algorithms import Truncation
 from megarl.base.formatting import DTYPE_BYTES
@@ -16,7 +16,6 @@ from megarl.cluster.calls import PerRank, wait_all
 from megarl.cluster.role_groups import (
     ActorGroup,
     CriticGroup,
-    MegatronGroup,
     ReferenceGroup,
     RolloutGroup,
     TeacherGroup,
@@ -36,27 +35,25 @@ from megarl.samples.rollout_group import REPLICAS_FILE, ElasticReplicas, build_e
 from megarl.sharding.placement import RolloutLayout, Routes
 from megarl.sharding.plan import build_plan, replica_plans, sender_plans
 from megarl.trainer.roles.devices import JobPools
-from megarl.trainer.roles.job_roles import Roles
 from megarl.trainer.roles.worker_groups import (
     Progress,
+    Roles,
     budget,
     pending_device_bytes,
     reward_model_group,
+    role_settings,
     update_plan,
 )
 from megarl.workers.settings import (
     LogProbSettings,
-    MicroBatchBudget,
     RoleSettings,
     UpdatePlan,
     hidden_forms,
     layout_of,
-    lora_options,
     teacher_heads,
 )
 
 logger = logging.getLogger(__name__)
-_Group = TypeVar("_Group", bound=MegatronGroup)
 
 REFERENCE_VERBS = ("compute_ref_log_prob", "compute_ref_representations")
 """Verbs of the reference, which share one token budget."""
@@ -66,49 +63,32 @@ def run_updates(config: TrainConfig | SupervisedConfig, batches: BatchPlan, phas
     """Count the optimizer steps of a role in the whole run, at least those of one training step.
 
     Args:
-        config: complete.
-        batches: batch plan of ``config``.
         phase: update of the role: ``actor``, ``critic``, or the role of a supervised job.
-        total_steps: training steps of the whole run.
     """
     # During the critic's warm-up the actor is not updated.
     skipped = config.trainer.critic_warmup if phase == "actor" and isinstance(config, TrainConfig) else 0
     return batches.phase(phase).optimizer_steps * max(1, total_steps - skipped)
 
 
+@dataclass(eq=False)
 class RoleBuilder:
     """Builds the worker groups of a training job.
 
     Args:
-        config: complete, as ``megarl.config.build`` returns it.
-        batches: batch plan of ``config``.
-        total_steps: training steps of the whole run.
-        pools: devices of the roles.
-        folder: output folder of the run.
-        notify: prints a line for the user.
-        progress: shows the start of the processes.
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
     """
 
-    def __init__(
-        self,
-        config: TrainConfig,
-        batches: BatchPlan,
-        total_steps: int,
-        pools: JobPools,
-        folder: Path = Path(),
-        notify: Callable[[str], None] = logger.info,
-        progress: Progress | None = None,
-        eos_token_ids: tuple[int, ...] | None = None,
-    ) -> None:
-        self.config = config
-        self.eos_token_ids = eos_token_ids
-        self.folder, self.notify = folder, notify
-        self.policy = config.actor_rollout_ref
-        self.batches = batches
-        self.total_steps = total_steps
-        self.pools = pools
-        self.progress = progress
+    config: TrainConfig
+    batches: BatchPlan
+    total_steps: int
+    pools: JobPools
+    folder: Path = Path()
+    notify: Callable[[str], None] = logger.info
+    progress: Progress | None = None
+    eos_token_ids: tuple[int, ...] | None = None
+
+    def __post_init__(self) -> None:
+        self.policy = self.config.actor_rollout_ref
 
     def build(self) -> Roles:
         """Start all groups in parallel, build their models, and connect the weight sync.
@@ -123,7 +103,7 @@ class RoleBuilder:
         if hybrid:
             pool = pool.joined(self.pools.trainer)
         actor, rollout = self._actor(), rollout_group(self.policy, pool, hybrid, self.eos_token_ids)
-        critic = self._critic() if self._has_critic() else None
+        critic = self._critic() if self.config.uses_critic and not self.config.trainer.val_only else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = None
         if self.config.reward.model.enable:
@@ -155,7 +135,7 @@ class RoleBuilder:
         pending: Callable[[], dict[int, int | None]],
         hybrid_ranks: Sequence[int],
     ) -> Replicas:
-        """Select the class of the replicas by the mode of training."""
+        """Select the replica class by the training mode."""
         mode, keys, elastic, hybrid = self.config.async_training.mode, self.policy.rollout, None, None
         if mode != DISAGGREGATED:
             return (ColocatedReplicas if mode == COLOCATED else Replicas)(group, connect, pending)
@@ -184,8 +164,8 @@ class RoleBuilder:
         budgets = {"compute_log_prob": kwargs["log_prob"].budget, "update_actor": kwargs["plan"].budget}
         if reference is not None:
             budgets |= dict.fromkeys(REFERENCE_VERBS, reference.budget)
-        worker = "megarl.workers.actor:ActorWorker"
-        return self._group(ActorGroup, ACTOR, "actor", worker, kwargs, layout_of(actor.megatron), budgets)
+        worker, layout = "megarl.workers.actor:ActorWorker", layout_of(actor.megatron)
+        return ActorGroup("actor", worker, kwargs, layout, self.pools.of(ACTOR), budgets=budgets)
 
     def _proximal_bounds(self) -> Truncation | None:
         """Bounds of the importance weights that the actor computes with the loss."""
@@ -204,8 +184,8 @@ class RoleBuilder:
             "plan": self._update_plan("critic", str(critic.loss_agg_mode)),
         }
         budgets = dict.fromkeys(("compute_values", "update_critic"), kwargs["plan"].budget)
-        worker = "megarl.workers.critic:CriticWorker"
-        return self._group(CriticGroup, CRITIC, "critic", worker, kwargs, layout_of(critic.megatron), budgets)
+        worker, layout = "megarl.workers.critic:CriticWorker", layout_of(critic.megatron)
+        return CriticGroup("critic", worker, kwargs, layout, self.pools.of(CRITIC), budgets=budgets)
 
     def _reference(self) -> ReferenceGroup:
         megatron = self.policy.ref.megatron
@@ -217,8 +197,8 @@ class RoleBuilder:
             "log_prob": self._log_prob("ref_log_prob"),
         }
         budgets = dict.fromkeys(REFERENCE_VERBS, kwargs["log_prob"].budget)
-        worker = "megarl.workers.reference:ReferenceWorker"
-        return self._group(ReferenceGroup, REFERENCE, "reference", worker, kwargs, layout_of(megatron), budgets)
+        worker, layout = "megarl.workers.frozen:ReferenceWorker", layout_of(megatron)
+        return ReferenceGroup("reference", worker, kwargs, layout, self.pools.of(REFERENCE), budgets=budgets)
 
     def _teachers(self) -> dict[str, TeacherGroup]:
         """One worker group per teacher, by the value that selects it."""
@@ -240,9 +220,9 @@ class RoleBuilder:
             "candidates": read_model_config(self.policy.model.path).vocab_size,
             "hidden": hidden_forms(self.config.distillation).get(name),
         }
-        worker, layout = "megarl.workers.teacher:TeacherWorker", layout_of(teacher.megatron)
+        worker, layout = "megarl.workers.frozen:TeacherWorker", layout_of(teacher.megatron)
         role, budgets = teacher_phase(name), {"compute_teacher_log_prob": micro}
-        return self._group(TeacherGroup, TEACHERS, role, worker, kwargs, layout, budgets)
+        return TeacherGroup(role, worker, kwargs, layout, self.pools.of(TEACHERS), budgets=budgets)
 
     def _served_teacher(self, name: str, server: TeacherServerConfig) -> TeacherGroup:
         """One process on the driver's node that asks the servers."""
@@ -254,10 +234,6 @@ class RoleBuilder:
         }
         worker, layout = "megarl.workers.served_teacher:ServedTeacherWorker", ParallelLayout()
         return TeacherGroup(teacher_phase(name), worker, kwargs, layout, self.pools.trainer, on_device=False)
-
-    def _has_critic(self) -> bool:
-        """Whether the job has a critic; ``val_only`` needs neither critic nor reference."""
-        return self.config.uses_critic and not self.config.trainer.val_only
 
     def _has_reference(self) -> bool:
         return self.config.uses_reference and not self.config.trainer.val_only
@@ -301,19 +277,6 @@ class RoleBuilder:
         )
         return ShardingManager(plan, actor, rollout, options, members)
 
-    def _group(
-        self,
-        group_cls: type[_Group],
-        section: str,
-        role: str,
-        worker: str,
-        kwargs: dict[str, Any],
-        layout: ParallelLayout,
-        budgets: dict[str, MicroBatchBudget] | None = None,
-    ) -> _Group:
-        """Start the processes of a role on the devices of its section."""
-        return group_cls(role, worker, kwargs, layout, self.pools.of(section), budgets=budgets)
-
     def _settings(
         self,
         model_path: str,
@@ -324,21 +287,9 @@ class RoleBuilder:
         has_own_devices: bool = False,
     ) -> RoleSettings:
         updates = run_updates(self.config, self.batches, phase, self.total_steps) if phase else 0
-        return RoleSettings(
-            model_path=model_path,
-            layout=layout_of(megatron),
-            megatron=megatron,
-            optim=optim,
-            total_updates=updates,
-            device=self.pools.trainer.pool.device,
-            seed=self.config.trainer.seed,
-            nccl_timeout=self.config.trainer.nccl_timeout,
-            external_lib=self.policy.model.user_modules,
-            repeat_out_of_memory=self.config.trainer.repeat_out_of_memory,
-            lora=lora_options(adapters, self.config.trainer.seed) if adapters else None,
-            adapter_path=adapters.lora_adapter_path if adapters else None,
-            reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
-            has_own_devices=has_own_devices,
+        device, modules = self.pools.trainer.pool.device, self.policy.model.user_modules
+        return role_settings(
+            self.config.trainer, device, modules, model_path, megatron, optim, updates, adapters, has_own_devices
         )
 
     def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:

@@ -1,21 +1,77 @@
-"""The scoring reward model, and micro-batch budgets, which several jobs share."""
+"""Worker groups of a training job, and what several jobs share: settings, micro-batch budgets, the reward model."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from dataclasses import dataclass
+from types import MappingProxyType
 
 from megarl.cluster.calls import wait_all
 from megarl.cluster.resources import PlacedPool
-from megarl.cluster.role_groups import MegatronGroup, RewardModelGroup
+from megarl.cluster.role_groups import (
+    ActorGroup,
+    CriticGroup,
+    MegatronGroup,
+    ReferenceGroup,
+    RewardModelGroup,
+    RolloutGroup,
+    TeacherGroup,
+)
 from megarl.cluster.worker_group import wait_ready
+from megarl.config import AdapterKeys, MegatronConfig, OptimConfig
 from megarl.config.batch import MicroBatches, PhasePlan, reward_micro_batches
 from megarl.config.schema.jobs import EvaluateConfig, TrainConfig
+from megarl.config.schema.run import EvaluateRunConfig, TrainingRunConfig
 from megarl.models import read_model_config
 from megarl.models.sequence_cost import SequenceCost, sequence_cost
-from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan, layout_of
+from megarl.samples.replicas import Replicas
+from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan, layout_of, lora_options
 
 Progress = Callable[[int, int], None]
 """Shows the number of workers that are built, and of all."""
+
+
+@dataclass
+class Roles:
+    """Worker groups of a training job; a role that the algorithm does not need is None.
+
+    Attributes:
+        reference: computes log-probs and representations; the actor's group if the actor holds the reference's weights.
+        teachers: grade tokens in distillation, by the value that selects them; empty without distillation.
+        replicas: rollout replicas, which get the actor's weights.
+    """
+
+    actor: ActorGroup
+    critic: CriticGroup | None
+    reference: ReferenceGroup | None
+    reward_model: RewardModelGroup | None
+    teachers: dict[str, TeacherGroup]
+    replicas: Replicas
+
+    def describe(self) -> str:
+        """Describe each group, one line each: layout and kernels of Megatron workers, and the rollout engine."""
+        groups: dict[str, MegatronGroup | RolloutGroup] = {**self._trainers(), "rollout": self.replicas.group}
+        return "\n".join(f"{name}: {group.describe()}" for name, group in groups.items())
+
+    def _trainers(self) -> dict[str, MegatronGroup]:
+        """Groups of Megatron workers by name; a group that is both actor and reference counts once."""
+        groups: dict[str, MegatronGroup | None] = {"actor": self.actor, "critic": self.critic, **self._frozen()}
+        return {name: group for name, group in groups.items() if group}
+
+    def _frozen(self) -> dict[str, MegatronGroup | None]:
+        reference = None if self.reference is self.actor else self.reference
+        teachers = {teacher.role: teacher for teacher in self.teachers.values()}
+        return {"reference": reference, "reward_model": self.reward_model, **teachers}
+
+    def frozen(self) -> list[MegatronGroup]:
+        """Return the groups of Megatron workers that do not train."""
+        return [group for group in self._frozen().values() if group]
+
+    def learners(self) -> Iterator[ActorGroup | CriticGroup]:
+        """Yield the groups that train, whose state a checkpoint holds."""
+        yield self.actor
+        if self.critic:
+            yield self.critic
 
 
 def budget(micro: MicroBatches, cost: SequenceCost) -> MicroBatchBudget:
@@ -31,6 +87,38 @@ def update_plan(phase: PhasePlan, cost: SequenceCost, loss_agg_mode: str, horizo
         budget=budget(phase.micro, cost),
         loss_agg_mode=loss_agg_mode,
         horizon=horizon,
+    )
+
+
+def role_settings(
+    run: TrainingRunConfig | EvaluateRunConfig,
+    device: str,
+    modules: tuple[str, ...],
+    model_path: str,
+    megatron: MegatronConfig,
+    optim: OptimConfig | None = None,
+    updates: int = 0,
+    adapters: AdapterKeys | None = None,
+    has_own_devices: bool = False,
+    export_files: Mapping[str, str] = MappingProxyType({}),
+) -> RoleSettings:
+    """Build a Megatron worker's settings; see :class:`~megarl.workers.settings.RoleSettings`."""
+    return RoleSettings(
+        model_path=model_path,
+        layout=layout_of(megatron),
+        megatron=megatron,
+        optim=optim,
+        total_updates=updates,
+        device=device,
+        seed=run.seed,
+        nccl_timeout=run.nccl_timeout,
+        external_lib=modules,
+        repeat_out_of_memory=run.repeat_out_of_memory,
+        lora=lora_options(adapters, run.seed) if adapters else None,
+        adapter_path=adapters.lora_adapter_path if adapters else None,
+        reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
+        has_own_devices=has_own_devices,
+        export_files=export_files,
     )
 
 
@@ -51,18 +139,9 @@ def pending_device_bytes(pool: PlacedPool, groups: Iterable[MegatronGroup]) -> i
 def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -> RewardModelGroup:
     """Start the processes of the reward model; the verb ``init_model`` builds the model."""
     keys, path = config.reward.model, str(config.reward.model.path)
-    settings = RoleSettings(
-        model_path=path,
-        layout=layout_of(keys.megatron),
-        megatron=keys.megatron,
-        optim=None,
-        total_updates=0,
-        device=pool.pool.device,
-        seed=config.trainer.seed,
-        nccl_timeout=config.trainer.nccl_timeout,
-        external_lib=config.actor_rollout_ref.model.user_modules,
-        repeat_out_of_memory=config.trainer.repeat_out_of_memory,
-        has_own_devices=keys.nnodes > 0,
+    modules = config.actor_rollout_ref.model.user_modules
+    settings = role_settings(
+        config.trainer, pool.pool.device, modules, path, keys.megatron, has_own_devices=keys.nnodes > 0
     )
     micro = budget(reward_micro_batches(config), sequence_cost(read_model_config(path), value_head=True))
     worker, kwargs = "megarl.workers.reward_model:RewardModelWorker", {"settings": settings, "budget": micro}

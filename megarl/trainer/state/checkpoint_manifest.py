@@ -1,4 +1,4 @@
-"""Manifest of a checkpoint: its files with sizes and checksums; and the retention rule over manifests.
+"""Manifest of a checkpoint: its files with sizes and checksums; the ID of its run; the retention over manifests.
 
 ``manifest.json`` lists every file with its size and BLAKE2b digest, and has a digest of itself. A missing, truncated,
 altered or foreign file is named before anything of it is loaded.
@@ -19,17 +19,20 @@ from dataclasses import dataclass, field
 from functools import cache
 from pathlib import Path
 from typing import Any, NamedTuple
+from uuid import uuid4
 
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import DIGEST_BYTES, FileEntry, flush_file, flush_path, read_entry
 from megarl.base.json_text import parse_json
-from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
 MANIFEST = "manifest.json"
 FORMAT = 1
 HASH_THREADS = 8  # hashing and fsync release the interpreter lock
 _FOREIGN = re.compile(r"\.nfs[0-9a-f]+|\.DS_Store|\._.+|Thumbs\.db|desktop\.ini|\.directory|\.fuse_hidden[0-9a-f]+")
 NO_ENTRIES: Mapping[str, FileEntry] = {}
+ID_FILE = "run_id"
+"""File with the ID, in each folder that a run writes."""
+_ID_LETTERS = 20
 
 
 logger = logging.getLogger(__name__)
@@ -66,11 +69,7 @@ def write_manifest(
     """Flush every file below the folder to disk, and write and flush its manifest.
 
     Args:
-        folder: of the checkpoint.
-        step: see :class:`Manifest`.
-        sequence: see :class:`Manifest`.
         entries: of files that their writers have already flushed and hashed; only their sizes are checked.
-        score: see :class:`Manifest`.
 
     Raises:
         OSError: reading, flushing or writing failed.
@@ -93,7 +92,9 @@ def write_document(folder: Path, manifest: Manifest) -> Manifest:
     Raises:
         OSError: writing failed.
     """
-    document = _document(manifest)
+    files = {name: list(manifest.files[name]) for name in sorted(manifest.files)}
+    score = {} if manifest.score is None else {"score": list(manifest.score)}
+    document = {"format": FORMAT, "step": manifest.step, "sequence": manifest.sequence, **score, "files": files}
     with (folder / MANIFEST).open("w", encoding="utf-8") as file:
         json.dump({**document, "digest": _document_digest(document)}, file, indent=1)
         file.flush()
@@ -174,14 +175,28 @@ def is_whole(folder: Path) -> bool:
         return False
 
 
+def identify_run(resumed: Path | None = None) -> str:
+    """Return the ID of a run: that of the checkpoint folder to resume from, or a new one.
+
+    The run's folder, checkpoints and exports have its ID. A run replaces and removes those of its own ID only, so it
+    never destroys another run's work.
+    """
+    earlier = None if resumed is None else read_run_id(resumed)
+    return earlier or uuid4().hex[:_ID_LETTERS]
+
+
+def read_run_id(folder: Path) -> str | None:
+    """Read the ID of the run that wrote a folder; None without one."""
+    try:
+        return (folder / ID_FILE).read_text(encoding="ascii").strip() or None
+    except (OSError, ValueError):
+        return None
+
+
 def is_of_another_run(folder: Path, run_id: str | None) -> bool:
     """Return whether a run with another ID saved a checkpoint.
 
     A damaged checkpoint, or one with a damaged ID, has no owner.
-
-    Args:
-        folder: of the checkpoint.
-        run_id: ID of this run.
     """
     if not is_whole(folder) or read_run_id(folder) == run_id:
         return False
@@ -190,12 +205,6 @@ def is_of_another_run(folder: Path, run_id: str | None) -> bool:
         return entry is None or read_entry(folder / ID_FILE, flush=False) == entry
     except (CheckpointError, OSError):
         return False
-
-
-def _document(manifest: Manifest) -> dict[str, Any]:
-    files = {name: list(manifest.files[name]) for name in sorted(manifest.files)}
-    score = {} if manifest.score is None else {"score": list(manifest.score)}
-    return {"format": FORMAT, "step": manifest.step, "sequence": manifest.sequence, **score, "files": files}
 
 
 def _document_digest(document: Mapping[str, Any]) -> str:
@@ -227,10 +236,10 @@ def _file_names(folder: Path) -> list[str]:
                 )
             if stat.S_ISREG(mode):
                 names.append(path.relative_to(folder).as_posix())
-    foreign = [name for name in names if is_foreign(name)]
+    foreign = [name for name in names if _is_foreign(name)]
     if foreign:
         _warn_once(f"checkpoint {folder}: ignored, not written by megarl: {', '.join(foreign)}")
-    return sorted(name for name in names if name != MANIFEST and not is_foreign(name))
+    return sorted(name for name in names if name != MANIFEST and not _is_foreign(name))
 
 
 @cache
@@ -238,7 +247,7 @@ def _warn_once(text: str) -> None:
     logger.warning("%s", text)
 
 
-def is_foreign(name: str) -> bool:
+def _is_foreign(name: str) -> bool:
     """Return whether a file belongs to a file system (``.nfs...``) or desktop (``.DS_Store``), not to a checkpoint."""
     return _FOREIGN.fullmatch(name.rpartition("/")[2]) is not None
 
@@ -254,7 +263,6 @@ class BestBy(NamedTuple):
     """Metric that selects the best checkpoint.
 
     Attributes:
-        metric: a validation metric.
         mode: ``max`` or ``min``.
     """
 
@@ -272,7 +280,6 @@ class Removal(NamedTuple):
     """Parts of a checkpoint to remove.
 
     Attributes:
-        step: of the checkpoint.
         roles: folders to remove; None = the whole checkpoint.
     """
 

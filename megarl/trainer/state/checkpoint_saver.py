@@ -109,14 +109,11 @@ class CheckpointSaver:
     """Starts saves and commits them.
 
     Args:
-        store: folder of the checkpoints.
         saved: contents of a save and whether it is asynchronous, by role.
-        message: prints a line for the user.
 
     Attributes:
         newest: folder of the last complete checkpoint.
-        failure: reason of the failure of the last save; None if it succeeded.
-        failed: number of failed saves.
+        failure: why the last save failed; None if it succeeded.
         slowest_s: seconds of the slowest save; None before the first.
     """
 
@@ -151,12 +148,6 @@ class CheckpointSaver:
         score: Score | None = None,
     ) -> None:
         """Start a save; return when the state may change again, for asynchronous roles before it is written.
-
-        Args:
-            step: finished global step.
-            groups: worker groups to save.
-            write_driver_files: writes the files of the driver into a folder.
-            score: validation score of these weights.
 
         Raises:
             WorkerError: a worker died. Other failures are reported to the user.

@@ -27,6 +27,7 @@ from megarl.base.checkpoint_files import POINTER
 from megarl.base.errors import CheckpointError, ConfigError
 from megarl.base.files import FileEntry
 from megarl.trainer.state.checkpoint_manifest import (
+    ID_FILE,
     NO_ENTRIES,
     Manifest,
     Retention,
@@ -35,12 +36,12 @@ from megarl.trainer.state.checkpoint_manifest import (
     is_whole,
     limit_key,
     read_manifest,
+    read_run_id,
     roles_in,
     verify_files,
     write_document,
     write_manifest,
 )
-from megarl.trainer.state.run_identity import ID_FILE, read_run_id
 
 BEST_POINTER = "best_checkpointed_iteration.txt"
 RESUME_MODES = ("auto", "must", "disable", "resume_path")
@@ -55,10 +56,8 @@ class CheckpointStore:
     """The checkpoints of one run.
 
     Args:
-        root: folder of the checkpoints, created at the first save.
         retention: selects the checkpoints to keep; by default all.
         run_id: ID of the run, written into its checkpoints; None = no ID.
-        overwrite: replace the checkpoints of other runs at the first save.
     """
 
     def __init__(
@@ -99,9 +98,7 @@ class CheckpointStore:
         """Turn the folder of :meth:`begin` into the newest checkpoint, update the pointer, and apply the retention.
 
         Args:
-            step: as in :meth:`begin`.
             entries: of files that their writers have flushed and hashed; they are not read again.
-            score: validation score of these weights.
 
         Returns:
             The finished folder ``<root>/global_step_<step>``.
@@ -172,7 +169,6 @@ class CheckpointStore:
             resume_mode: ``auto``: the checkpoint of the pointer, else (with a warning) the newest complete one;
                 ``must``: the same, and an error without one; ``disable``: none; ``resume_path``: ``resume_from_path``.
             resume_from_path: a folder ``global_step_<N>``.
-            roles: roles that the checkpoint must contain.
 
         Returns:
             The folder, or None to start at step 0: with ``disable``, or with ``auto`` and no save so far.
@@ -207,10 +203,6 @@ class CheckpointStore:
 
     def verify(self, path: str | Path, roles: Collection[str] = ()) -> None:
         """Read all files of a checkpoint and compare them with its manifest.
-
-        Args:
-            path: folder of the checkpoint.
-            roles: roles that the checkpoint must contain.
 
         Raises:
             CheckpointError: names the folder and each missing, altered or foreign file, or the missing role.

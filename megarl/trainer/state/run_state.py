@@ -88,7 +88,6 @@ def checkpoint_store(config: TrainConfig | SupervisedConfig, run_id: str | None 
     """Build the checkpoint store of a run with its retention.
 
     Args:
-        config: complete.
         run_id: ID of the run; None to read only.
     """
     root, overwrite = str(config.trainer.default_local_dir), config.trainer.overwrite_output
@@ -126,19 +125,11 @@ class RunState:
     """Step, data order and KL coefficient of a run, and its checkpoints.
 
     Args:
-        config: complete.
         prompts: queue of training prompts, at the position of the first step.
         kl_controller: of the KL penalty in the reward; None without one.
-        total_steps: training steps of the whole run.
-        resume: checkpoint to resume from.
-        stop: decides when to end before the last step.
-        message: prints a line for the user.
-        run_id: ID of the run, which its checkpoints get.
 
     Attributes:
         step: the current step, or the last finished one; counted from 1.
-        saver: saves the checkpoints.
-        on_step_begin: called when a step begins.
         in_flight: returns the samples in flight, which checkpoints have; None = there are none.
     """
 
@@ -263,7 +254,6 @@ class RunState:
         """Start an atomic save of everything that :meth:`restore` needs.
 
         Args:
-            learners: worker groups to save.
             files: files of the run that a resumed run continues; missing ones are skipped.
         """
         if self._score is not None and math.isnan(self._score.value):

@@ -39,7 +39,6 @@ class Deadline(NamedTuple):
 
     Attributes:
         at: time of ``time.monotonic``, in seconds: corrections of the machine's clock do not move it.
-        name: source of the deadline.
     """
 
     at: float
@@ -56,10 +55,8 @@ def find_deadlines(
     """List the deadlines of a run.
 
     Args:
-        max_wall_seconds: ``trainer.max_wall_seconds``.
         now: time of ``time.monotonic``.
         unix_now: UNIX time at the same moment, in seconds.
-        environment: environment variables.
         started: time at which the run started, of ``time.monotonic``; None = now.
 
     Raises:
@@ -95,7 +92,6 @@ class StopCondition:
     Args:
         deadlines: times by which the last save must be complete.
         spare_s: margin before a deadline, in seconds.
-        clock: seconds on the clock of the deadlines.
 
     Attributes:
         reason: reason to end; None to continue.
@@ -156,10 +152,6 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
     A SIGHUP after the first signal changes nothing: a closed terminal sends several.
 
     Has no effect outside the main thread, since Python handles no signals there.
-
-    Args:
-        stop: condition of the run.
-        notify: prints a line for the user.
     """
     if threading.current_thread() is not threading.main_thread():
         yield
@@ -174,7 +166,7 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
 
     def handle(number: int, frame: FrameType | None) -> None:
         if number == signal.SIGHUP:
-            leave_lost_terminal()
+            _leave_lost_terminal()
             if stop.requested is not None:
                 return
         reason = _REASONS[signal.Signals(number)]
@@ -193,7 +185,7 @@ def ends_on_signals(stop: StopCondition, notify: Callable[[str], None] = logger.
         restore(handled)
 
 
-def leave_lost_terminal() -> None:
+def _leave_lost_terminal() -> None:
     """Redirect standard output and error to ``/dev/null`` where their terminal is closed.
 
     A write to a closed terminal raises, and would end the run before its save.

@@ -13,7 +13,7 @@ import json
 from collections.abc import Collection, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any, BinaryIO, get_origin, get_type_hints
 
 import numpy as np
 import torch
@@ -119,11 +119,6 @@ class TrainerState:
     def check_contents(self, role: str, load_contents: Collection[str], key: str) -> None:
         """Reject a checkpoint that lacks contents to restore.
 
-        Args:
-            role: role of the contents.
-            load_contents: contents to restore.
-            key: configuration key of ``load_contents``.
-
         Raises:
             CheckpointError: names the missing contents, and the value to set instead.
         """
@@ -153,17 +148,7 @@ class TrainerState:
         ]
 
 
-_FIELDS: dict[str, type] = {
-    "step": int,
-    "epoch": int,
-    "kl_controller": dict,
-    "dataloader": dict,
-    "model": dict,
-    "contents": dict,
-    "rollout": dict,
-    "megarl_version": str,
-    "versions": dict,
-}
+_FIELDS: dict[str, type] = {name: get_origin(hint) or hint for name, hint in get_type_hints(TrainerState).items()}
 _LATER_FIELDS = ("contents", "rollout", "versions")
 """Fields that old checkpoints lack."""
 
@@ -196,11 +181,7 @@ def _flatten(value: Mapping[str, Any], prefix: str = "") -> Iterator[tuple[str, 
 
 
 class Encoder:
-    """Converts values to JSON; the bytes of large arrays go to a file.
-
-    Args:
-        arrays: the file, open for writing.
-    """
+    """Converts values to JSON; the bytes of large arrays go to a file."""
 
     def __init__(self, arrays: BinaryIO) -> None:
         self._arrays = arrays
@@ -246,11 +227,7 @@ class Encoder:
 
 
 class Decoder:
-    """Restores the values of :class:`Encoder`.
-
-    Args:
-        arrays: path of the file with large arrays.
-    """
+    """Restores the values of :class:`Encoder`."""
 
     def __init__(self, arrays: Path) -> None:
         self._arrays = arrays

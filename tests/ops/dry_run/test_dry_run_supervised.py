@@ -14,13 +14,11 @@ from support.expected_errors import raises
 from transformers import AutoTokenizer
 
 from megarl.cli import main as megarl
-from megarl.config import PreferenceConfig, RewardTrainingConfig, SFTConfig, SupervisedConfig
+from megarl.config import RewardTrainingConfig, SFTConfig, SupervisedConfig
 from megarl.config.compose import ConfigRequest, compose
 from megarl.ops.dry_run.jobs import SupervisedDryRun, run
 from megarl.ops.dry_run.parts import check_parts
-from megarl.trainer.jobs.preference import preference_training
-from megarl.trainer.jobs.sft import FineTuning
-from megarl.trainer.jobs.train_reward_model import RewardTraining
+from megarl.trainer.jobs.supervised_jobs import supervised_job
 
 ROOT = Path(__file__).resolve().parents[3]
 MODELS = ROOT / "tests" / "ops" / "plan" / "models"
@@ -35,12 +33,11 @@ PARTS = [
     "checkpoints",
     "trackers",
 ]
-JOBS = {SFTConfig: FineTuning, RewardTrainingConfig: RewardTraining, PreferenceConfig: preference_training}
 MakeConfig = Callable[..., SupervisedConfig]
 
 
 def dry_run_of(config):
-    return SupervisedDryRun(JOBS[type(config)](config))
+    return SupervisedDryRun(supervised_job(config))
 
 
 def report(config):

@@ -1,9 +1,10 @@
-"""A teacher in on-policy distillation: a frozen model of any size that grades the policy's responses."""
+"""Frozen policies in separate processes: the reference, and the teachers of on-policy distillation."""
 
 from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import replace
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -16,9 +17,31 @@ from megarl.workers.actor import PolicyWorker
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 from megarl.workers.distillation import TEACHER_LOG_PROB, TEACHER_TOPK
-from megarl.workers.memory import FORWARD
-from megarl.workers.rows import SEQUENCES
+from megarl.workers.rows import FORWARD, SEQUENCES
 from megarl.workers.settings import HiddenForm, LogProbSettings, RoleSettings
+
+
+class ReferenceWorker(PolicyWorker):
+    """Computes the initial policy's log-probs and representations in separate processes, for the KL and ReprAlign."""
+
+    prefix = "ref"
+
+    def __init__(self, place: WorkerPlace, *, settings: RoleSettings, log_prob: LogProbSettings) -> None:
+        super().__init__(place, settings=settings)
+        self.log_prob = log_prob
+
+    @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
+    @offload_after
+    def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
+        """Compute ``ref_log_prob`` of the response tokens, ``[b, R]``."""
+        result = self.log_probs(batch, self.log_prob, with_entropy=False)
+        return None if result is None else batch.token_columns({"ref_log_prob": result["log_probs"]})
+
+    @verb(Dispatch.SPLIT, phase="repr_align", columns=(*SEQUENCES, "response_mask"))
+    @offload_after
+    def compute_ref_representations(self, batch: DataProto) -> DataProto | None:
+        """Compute ``representations [b, hidden]``: means of final hidden states over the ``response_mask``."""
+        return self.representations(batch, self.log_prob.budget)
 
 
 class TeacherWorker(PolicyWorker):
@@ -77,16 +100,13 @@ class TeacherWorker(PolicyWorker):
         rows = self.packed_rows(batch, self.log_prob.budget)
         options = OutputOptions(self.log_prob.temperature, top=self.topk, vocab_size=self.log_prob.vocab_size)
 
-        def compute(groups: Sequence[Sequence[int]]) -> dict[str, Tensor] | None:
-            outputs = self.engine.forward([rows.pack(group) for group in groups], options)
-            if outputs is None:
-                return None
+        def read(groups: Sequence[Sequence[int]], outputs: Sequence[Any]) -> dict[str, Tensor]:
             return {
                 TEACHER_IDS: rows.unpack(groups, [output.top.ids for output in outputs]),
                 TEACHER_TOPK: rows.unpack(groups, [output.top.log_probs for output in outputs]),
             }
 
-        return self.memory.run_pass(FORWARD, self.log_prob.budget, rows, compute)
+        return self.forward_pass(rows, self.log_prob.budget, read, options=options)
 
 
 def hidden_columns(states: Tensor, form: HiddenForm) -> dict[str, Tensor]:
@@ -94,7 +114,6 @@ def hidden_columns(states: Tensor, form: HiddenForm) -> dict[str, Tensor]:
 
     Args:
         states: packed ``[n, hidden]``.
-        form: common to all teachers.
     """
     states = states.to(getattr(torch, form.dtype))
     if states.shape[1] < form.width:

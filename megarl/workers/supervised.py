@@ -1,4 +1,7 @@
-"""Training on preference pairs: both sequences of a pair are in one micro-batch, the chosen one first."""
+"""Supervised training: on responses (SFT), and on preference pairs.
+
+Both sequences of a pair are in one micro-batch, the chosen one first.
+"""
 
 from __future__ import annotations
 
@@ -8,16 +11,35 @@ from typing import ClassVar
 from torch import Tensor
 
 from megarl.data import DataProto
-from megarl.megatron import LossFunction
-from megarl.megatron.layers.packed import PackedMicroBatch
-from megarl.workers.base import MegatronWorker
-from megarl.workers.dispatch import WorkerPlace
-from megarl.workers.memory import UPDATE
-from megarl.workers.rows import PackedRows
-from megarl.workers.settings import MicroBatchBudget, RoleSettings
+from megarl.megatron import LossFunction, PackedMicroBatch, PolicyOutputs
+from megarl.workers.base import MegatronWorker, TokenLosses
+from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
+from megarl.workers.rows import SAMPLE_IDS, SEQUENCES, UPDATE, PackedRows
+from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan
 
 PAIRS = ("chosen", "rejected", "attention_mask")
 """Columns required to pack pairs."""
+
+
+class SFTWorker(MegatronWorker):
+    """Maximizes the likelihood of reference responses."""
+
+    prefix = "train"
+    shares_device = False
+
+    def __init__(self, place: WorkerPlace, *, settings: RoleSettings, plan: UpdatePlan) -> None:
+        super().__init__(place, settings=settings)
+        self.plan = plan
+
+    @verb(Dispatch.SPLIT, equal_rows=True, phase="update", columns=(*SEQUENCES, "response_mask", *SAMPLE_IDS))
+    def update_sft(self, batch: DataProto) -> dict[str, float]:
+        """Run one optimizer step on the batch's responses."""
+        return self.update(batch, self.plan, [], negative_log_likelihood)
+
+
+def negative_log_likelihood(outputs: PolicyOutputs, micro_batch: PackedMicroBatch) -> TokenLosses:
+    """Compute ``-log p`` of each response token, packed ``[n]``; ``accuracy``: rows that greedy decoding reproduces."""
+    return TokenLosses(-outputs.log_probs, {}, {}, {"accuracy": outputs.is_argmax})
 
 
 class PairRows(PackedRows):
@@ -25,7 +47,6 @@ class PairRows(PackedRows):
 
     Args:
         batch: needs the columns of :data:`PAIRS`.
-        share: compute the common first tokens of a pair once.
     """
 
     names: ClassVar[tuple[str, str]] = ("chosen", "rejected")
@@ -35,7 +56,7 @@ class PairRows(PackedRows):
         self.share = share
 
     def sequences(self, row: int) -> tuple[Tensor, Tensor]:
-        """Return the token ids of the chosen and of the rejected sequence of a pair, without padding."""
+        """Return a pair's chosen and rejected token ids, without padding."""
         first, second = (self.unpadded(name)[row] for name in self.names)
         return first, second
 

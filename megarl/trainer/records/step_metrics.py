@@ -1,7 +1,8 @@
-"""Step metrics that the driver computes from a batch, under verl's names."""
+"""Step metrics that the driver computes from a batch, under verl's names; whether engine and actor agree."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 
@@ -11,11 +12,12 @@ import torch
 from megarl.algorithms import Moments, RatioMoments
 from megarl.base.reductions import Largest, Metrics, Smallest
 from megarl.cluster.worker_group import WorkerGroup
+from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.data.remote_columns import RowMap, map_in_process
+from megarl.models import ModelConfig
 from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
 from megarl.tracking.phase_timer import unhidden_seconds
-from megarl.trainer.metrics.engine_mismatch import EXCESS, mismatch_excess
 from megarl.workers.row_math import (
     FINISH_REASON,
     GENERATED_TOKENS,
@@ -27,6 +29,15 @@ from megarl.workers.row_math import (
     truncated_rows,
 )
 
+EXCESS = "training/rollout_mismatch_excess"
+"""Metric of the first step: the mean difference, over the largest that rounding explains."""
+DIFFERENCE = "training/rollout_log_probs_diff_mean"
+ROUNDING = {"float32": 0.005, "bfloat16": 0.05}
+"""Largest mean difference that rounding explains, in nats, by number format."""
+QUANTIZED = 0.15
+"""The same for an engine with weights or a KV cache of 8 bits, and for running servers, whose formats are unknown."""
+ROUTED = 2.0
+"""Factor for a mixture of experts: rounding sends some tokens to other experts."""
 UPDATES = ("update_actor", "update_critic")
 """Phases that process the trained rows."""
 OUT_OF_MEMORY = "out_of_memory"
@@ -46,7 +57,7 @@ _CAUSES = {
 """Reasons why a step may train nothing, by the metric that measures each."""
 
 
-def moments_summary(prefix: str, moments: Moments) -> Metrics:
+def _moments_summary(prefix: str, moments: Moments) -> Metrics:
     """Return ``{prefix}/{mean,max,min}`` of moments; empty for none."""
     if not moments.count:
         return {}
@@ -71,13 +82,12 @@ def batch_metrics(
     ``critic/score`` and ``critic/rewards`` are sums over a response. The token-level metrics cover trained tokens.
 
     Args:
-        batch: of the step.
         max_prompt_length: limit in tokens.
         max_response_length: limit in tokens.
         rows: computes the sums of each row and the moments of tokens.
         compare_log_probs: add :func:`mismatch_metrics`, if the batch has the engine's log-probs.
         explained: compare the difference of the log-probs with this one, that rounding explains
-            (:mod:`megarl.trainer.metrics.engine_mismatch`); None = do not.
+            (:func:`explained_by_rounding`); None = do not.
     """
     columns = dict.fromkeys((*STATISTIC_COLUMNS, *(MISMATCH_COLUMNS if compare_log_probs else ())))
     sums, parts = rows(statistics_of_rows, list(columns), batch)
@@ -88,7 +98,7 @@ def batch_metrics(
     if "uid" in batch.non_tensor_batch:
         metrics |= group_spread(scores, batch.non_tensor_batch["uid"][counted.numpy()])
     for name in parts[0].trained:
-        metrics |= moments_summary(f"critic/{name}", Moments.merged([part.trained[name] for part in parts]))
+        metrics |= _moments_summary(f"critic/{name}", Moments.merged([part.trained[name] for part in parts]))
     if compared := [part.mismatch for part in parts if part.mismatch is not None]:
         moments = RatioMoments.merged(compared)
         metrics |= mismatch_metrics(moments)
@@ -147,10 +157,8 @@ def throughput_metrics(
     these three are totals over all devices.
 
     Args:
-        batch: of the step.
         trained: rows of the updates.
         seconds: wall seconds per phase, including ``step``.
-        num_devices: devices of all roles.
         hidden: part of these seconds during a longer phase, per phase.
     """
     tokens = phase_tokens(batch, seconds, trained)
@@ -240,3 +248,57 @@ def rank_balance(batch: DataProto, learners: Iterable[WorkerGroup], verbs: Conta
             lists |= {f"{role}/{TOKENS}": tokens, f"{role}/{WORK}": work}
         lists |= {f"{role}/{verb}{SECONDS_SUFFIX}": seconds for verb, seconds in group.take_busy().items()}
     return lists
+
+
+def explained_by_rounding(config: TrainConfig, model: ModelConfig) -> float:
+    """Return the largest mean difference of the log-probs that rounding explains, in nats.
+
+    A layer, a scale or a weight that only one of them gets wrong shows nowhere else: generation is fluent, the loss
+    falls. Kernels that add in another order explain a difference per token, too, so the bound depends on the number
+    formats.
+
+    The statistic is the mean over tokens of ``abs(log p_engine - log p_actor)``, in nats. Another model moves most
+    tokens, while rounding moves few of them far: the largest difference says little, since near ties of a router or of
+    two tokens reach several nats in a healthy run. Both sides have the sampling temperature and the whole vocabulary,
+    so ``top_p``, ``top_k`` and ``min_p`` do not enter. Three standard errors are subtracted, so that few tokens do not
+    decide.
+
+    Measured means are 0.01 for a dense model in bfloat16, and 0.04 to 0.07 with FP8 in the engine or the actor
+    (https://github.com/vllm-project/vime/issues/64, https://github.com/radixark/miles/issues/2722); NeMo RL accepts
+    0.05.
+
+    A low temperature multiplies all differences of the logits. A repetition penalty enters the engine's log-probs only,
+    so nothing can be said: infinity.
+    """
+    rollout, actor = config.actor_rollout_ref.rollout, config.actor_rollout_ref.actor.megatron
+    if rollout.repetition_penalty != 1:
+        return math.inf
+    chosen = rollout.engine_kwargs.sglang.server_args.values()
+    narrow = (
+        rollout.quantization or rollout.server_urls or any("fp" in value for value in chosen if isinstance(value, str))
+    )
+    bound = QUANTIZED if narrow else max(ROUNDING[actor.dtype], ROUNDING[rollout.dtype])
+    return bound * (1 if model.experts is None else ROUTED) * max(1.0, 1 / rollout.temperature)
+
+
+def mismatch_excess(differences: Moments, explained: float) -> float:
+    """Return the mean difference, less three standard errors, over the explained one.
+
+    Args:
+        differences: of ``abs(log p_engine - log p_actor)`` over tokens that the current weights sampled.
+        explained: see :func:`explained_by_rounding`.
+    """
+    error = math.sqrt(differences.sample_variance / max(1, differences.count))
+    return max(0.0, differences.mean - 3 * error) / explained if math.isfinite(differences.mean) else math.inf
+
+
+def mismatch_warnings(metrics: Mapping[str, float]) -> list[str]:
+    """Describe a mismatch beyond rounding in one sentence; empty without one."""
+    if not metrics.get(EXCESS, 0.0) > 1:
+        return []
+    return [
+        f"the log-probs of engine and actor differ by {metrics[DIFFERENCE]:.3g} nats per token on average, "
+        f"{metrics[EXCESS]:.1f} times what rounding explains: they compute different models, or sample otherwise. The "
+        "policy would be trained on samples of another one. `megarl doctor logprobs` finds the cause from a run with "
+        "actor_rollout_ref.rollout.calculate_log_probs=true and trainer.rollout_data_dir"
+    ]

@@ -1,1 +1,0 @@
-"""Metrics of a step, from moments and counts."""
