@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from support.distributed import ProcessPool
+from support.release import leave_out_release_tests
 from support.sglang_imports import import_tested_models_only
 from support.shared_servers import open_drivers, open_workers, share_servers
 from support.warm_drivers import Drivers
@@ -122,8 +123,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes as ``slow``; put the longest files first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of a release; mark tests that start processes as ``slow``; put the longest files first."""
+    leave_out_release_tests(config, items)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
     for item in items:

@@ -127,3 +127,20 @@ def test_reads_of_the_wall_clock_are_found():
     assert reads_wall_clock("import time\ndef f(clock=time.time): pass")
     assert reads_wall_clock("from time import sleep, time")
     assert not reads_wall_clock("import time\ntime.monotonic(), time.perf_counter(), time.sleep(1), time.strftime('')")
+
+
+def release_marks(tree):
+    """Calls of the mark ``release`` in a part of a file."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "release"]
+
+
+def test_every_test_of_a_release_has_a_twin_in_ci():
+    """A twin may have cases with the mark, but not the mark itself."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        for mark in release_marks(ast.parse(path.read_text(encoding="utf-8"))):
+            (twin,) = (keyword.value.value for keyword in mark.keywords if keyword.arg == "twin")
+            file, _, name = twin.partition("::")
+            tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+            (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+            assert not [mark for mark in function.decorator_list if release_marks(mark) == [mark]], (path, twin)

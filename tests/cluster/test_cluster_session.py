@@ -132,7 +132,16 @@ def script(tmp_path, drivers):
 
 
 @pytest.mark.parametrize(
-    ("number", "returncode"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)]
+    ("number", "returncode"),
+    [
+        (signal.SIGINT, -signal.SIGINT),
+        pytest.param(
+            *(signal.SIGTERM, 128 + signal.SIGTERM),
+            marks=pytest.mark.release(
+                twin="tests/cluster/test_cluster_session.py::test_signal_during_a_verb_leaves_no_process"
+            ),
+        ),
+    ],
 )
 def test_signal_during_a_verb_leaves_no_process(script, number, returncode):
     run, mark = script("busy")
@@ -143,12 +152,17 @@ def test_signal_during_a_verb_leaves_no_process(script, number, returncode):
     assert marked_processes(mark) == []
 
 
+OTHER_MOMENT = pytest.mark.release(
+    twin="tests/cluster/test_cluster_session.py::test_signal_to_the_group_while_ray_starts_ends_soon_and_in_order"
+)
+
+
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        (signal.SIGTERM, "megarl.cluster.reaper"),
+        pytest.param(signal.SIGTERM, "megarl.cluster.reaper", marks=OTHER_MOMENT),
         (signal.SIGINT, "gcs_server"),
-        (signal.SIGHUP, "raylet/raylet"),
+        pytest.param(signal.SIGHUP, "raylet/raylet", marks=OTHER_MOMENT),
         (signal.SIGTERM, "default_worker.py"),
     ],
 )
@@ -261,12 +275,22 @@ except RayLost as error:
 """
 
 
+OTHER_DEATH = pytest.mark.release(
+    twin="tests/cluster/test_cluster_session.py::"
+    "test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_work"
+)
+RAYLET_DIED = "Ray's node process (raylet) died, so the run ends [ray.process-died]"
+
+
 @pytest.mark.parametrize(
     ("daemon", "moment", "code", "message"),
     [
         ("gcs_server", "in a call", 1, "Ray's control process (GCS) died, so the run ends [ray.process-died]"),
-        ("raylet", "in a call", 1, "Ray's node process (raylet) died, so the run ends [ray.process-died]"),
-        ("gcs_server", "at the end", 0, "(GCS) died when the work was complete; nothing is lost"),
+        pytest.param("raylet", "in a call", 1, RAYLET_DIED, marks=OTHER_DEATH),  # the next test has it, too
+        pytest.param(
+            *("gcs_server", "at the end", 0, "(GCS) died when the work was complete; nothing is lost"),
+            marks=OTHER_DEATH,
+        ),
         ("raylet", "at the end", 0, "(raylet) died when the work was complete; nothing is lost"),
     ],
 )
@@ -298,7 +322,7 @@ def test_a_driver_without_a_parent_outlives_its_raylet():
     done = subprocess.run(  # returns when the orphan, too, has closed its output
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180
     )
-    assert done.stdout == "Ray's node process (raylet) died, so the run ends [ray.process-died]\n"
+    assert done.stdout == f"{RAYLET_DIED}\n"
 
 
 def join(drivers, gcs_address, *arguments, **authentication):

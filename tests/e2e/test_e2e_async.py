@@ -169,7 +169,22 @@ def exact_metrics(start, arguments, name):
     return [reproducible(row) for row in RunFiles(run.folder, name).steps.values()]
 
 
-def test_staleness_0_is_synchronous_training(small, dense_reward, start):
+DAPO = ("+experiment=dapo", "actor_rollout_ref.rollout.n=2", "reward.custom_reward_function.name=dense_or_constant")
+SAME_SAMPLES = pytest.mark.release(
+    twin="tests/samples/test_samples_service.py::test_staleness_0_gives_the_samples_of_synchronous_training"
+)
+
+
+@pytest.mark.parametrize(
+    ("keys", "mode"),
+    [
+        pytest.param((), "colocated", marks=SAME_SAMPLES),
+        pytest.param(DAPO, "colocated", marks=SAME_SAMPLES),
+        (DAPO, "disaggregated"),
+    ],
+    ids=["colocated", "dapo-colocated", "dapo-disaggregated"],
+)
+def test_staleness_0_is_synchronous_training(small, dense_reward, start, keys, mode):
     """Every metric of training is equal bit for bit; the asynchronous modes add metrics of their own."""
     arguments = [
         *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.total_training_steps=3"),
@@ -181,15 +196,10 @@ def test_staleness_0_is_synchronous_training(small, dense_reward, start):
         "colocated": (),
         "disaggregated": ("actor_rollout_ref.rollout.nnodes=1", "actor_rollout_ref.rollout.n_gpus_per_node=1"),
     }
-    dapo = ("+experiment=dapo", "actor_rollout_ref.rollout.n=2", "reward.custom_reward_function.name=dense_or_constant")
-    for keys, modes in (((), ["colocated"]), (dapo, ["colocated", "disaggregated"])):
-        shared = [*arguments, *keys]
-        expected = exact_metrics(start, [*shared, "async_training.mode=sync"], "exact-sync")
-        assert len(expected) == 3 and "actor/grad_norm" in expected[0]
-        for mode in modes:
-            found = exact_metrics(start, [*shared, *devices[mode], f"async_training.mode={mode}"], f"exact-{mode}")
-            assert [
-                {name: row.get(name) for name in first} for row, first in zip(found, expected, strict=True)
-            ] == expected
-        if keys:
-            assert sum(row["filter_groups/dropped"] for row in expected) > 0
+    shared = [*arguments, *keys]
+    expected = exact_metrics(start, [*shared, "async_training.mode=sync"], "exact-sync")
+    assert len(expected) == 3 and "actor/grad_norm" in expected[0]
+    found = exact_metrics(start, [*shared, *devices[mode], f"async_training.mode={mode}"], f"exact-{mode}")
+    assert [{name: row.get(name) for name in first} for row, first in zip(found, expected, strict=True)] == expected
+    if keys:
+        assert sum(row["filter_groups/dropped"] for row in expected) > 0

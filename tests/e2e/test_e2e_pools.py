@@ -75,6 +75,9 @@ def test_roles_on_their_own_devices_train_like_roles_that_share(small, dense_rew
     assert all(max(begin[name][step] for name in PASSES) < min(end[name][step] for name in PASSES) for step in range(3))
 
 
+@pytest.mark.release(
+    twin="tests/sharding/test_sharding_manager.py::test_a_failure_in_the_last_wave_stops_all_replicas_and_the_next_sync_has_one_wave"
+)
 def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(small, start, cluster_of_three):
     run = start(
         RECORDER,

@@ -456,6 +456,9 @@ def assert_equal_runs(actual, expected):
     assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
 
+@pytest.mark.release(
+    twin="tests/e2e/test_e2e_evaluate.py::test_checkpoint_and_folder_give_equal_responses_even_if_a_replica_dies"
+)
 def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(dense_reward, task, whole, start):
     run = start(
         *("--config-name", "quickstart_evaluate", f"data.val_files={task}/data/test.parquet", *dense_reward),

@@ -87,6 +87,7 @@ def test_wheel_works_without_a_checkout(installed, tmp_path):
     assert "Weight sync" in installed("megarl", "plan", *arguments, cwd=tmp_path)
 
 
+@pytest.mark.release(twin="tests/e2e/test_e2e_wheel.py::test_wheel_has_every_file_of_the_package")
 @pytest.mark.parametrize("name", list(COMMANDS))
 def test_wheel_has_every_command(name, installed, tmp_path):
     assert f"usage: megarl {name}" in installed("megarl", name, "--help", cwd=tmp_path)

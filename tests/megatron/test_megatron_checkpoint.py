@@ -15,7 +15,8 @@ import numpy as np
 import pytest
 import torch
 from support.distributed import ProcessPool
-from support.valid_layouts import of_release, paired_layouts
+from support.release import of_release
+from support.valid_layouts import paired_layouts
 
 from megarl.base.checkpoint_files import read_index
 from megarl.base.errors import CheckpointError

@@ -4,7 +4,7 @@ import pytest
 import torch
 from engine_cases import Setup, assemble
 from family_cases import MODELS, reference, study
-from support.valid_layouts import of_release
+from support.release import of_release
 from tiny_models import rows
 
 from megarl.megatron import OptimizerOptions
@@ -39,7 +39,7 @@ CI = {
     "deepseek_dense": "tp2",
     "glm4_moe": "tp1 tp2ep2etp1",
     "olmo2": "tp2pp2sp",
-    "olmo3": "cp2 pp2vpp2 tp2cp2sp",
+    "olmo3": "pp2vpp2 tp2cp2sp",
     "olmo_critic": "tp2sp",
     "olmoe": "ep2 tp2ep2etp1",
     "gemma3": "cp2 pp2vpp2 tp2pp2sp",
@@ -49,7 +49,7 @@ CI = {
     "qwen3_next_critic": "tp2",
     "qwen3_5": "pp2vpp2 tp2pp2sp",
     "qwen3_5_moe": "ep2 tp2ep2etp1",
-    "gpt_oss": "ep2 pp2vpp2 tp2etp1 tp2cp2ep2etp1 pp2ep2dp2",
+    "gpt_oss": "ep2 pp2vpp2 tp2cp2ep2etp1",
     "gpt_oss_critic": "tp2ep2etp1",
     "token_critic": "tp2",
     "expert_critic": "ep2",
@@ -65,7 +65,7 @@ MORE = {
     "deepseek_v3": "tp1",
     "glm4_moe": "pp2ep2dp2",
     "olmo2": "tp1 tp2",
-    "olmo3": "tp1 tp2 dp2 tp2pp2sp",
+    "olmo3": "tp1 tp2 cp2 dp2 tp2pp2sp",
     "olmo_critic": "tp1",
     "olmoe": "tp1",
     "gemma3": "tp1 tp2sp",
@@ -75,7 +75,7 @@ MORE = {
     "qwen3_next_critic": "tp1",
     "qwen3_5": "tp1 tp2 dp2",
     "qwen3_5_moe": "tp1",
-    "gpt_oss": "tp1 cp2 cp2ep2 tp2ep2etp1",
+    "gpt_oss": "tp1 cp2 cp2ep2 tp2etp1 tp2ep2etp1 pp2ep2dp2",
     "gpt_oss_critic": "tp1",
     "token_critic": "tp1",
 }

@@ -9,7 +9,7 @@ import pytest
 import torch
 from engine_cases import Setup, engine, in_parts, micro_batches, policy_loss
 from support.expected_errors import raises
-from support.valid_layouts import of_release
+from support.release import of_release
 from tiny_models import TEMPERATURE, policy_reference, rows, save_model
 from torch import Tensor
 

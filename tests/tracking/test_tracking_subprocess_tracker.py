@@ -181,7 +181,19 @@ def real_trackers(port, tmp_path, monkeypatch):
     return open_trackers(["wandb", "swanlab", "mlflow", "jsonl"], run, messages.append), messages
 
 
-@pytest.mark.parametrize("kind", ["silent", "refusing"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "silent",
+        pytest.param(
+            "refusing",
+            marks=pytest.mark.release(
+                twin="tests/tracking/test_tracking_subprocess_tracker.py::"
+                "test_real_packages_without_servers_do_not_block"
+            ),
+        ),
+    ],
+)
 def test_real_packages_without_servers_do_not_block(request, silent_server, closed_port, tmp_path, monkeypatch, kind):
     """A call that waits for the server would block the test: the server never replies."""
     trackers, messages = real_trackers(silent_server[0] if kind == "silent" else closed_port, tmp_path, monkeypatch)

@@ -19,7 +19,7 @@ from loss_cases import (
 )
 from role_processes import BUDGETS, LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, update_plan
 from safetensors.torch import load_file
-from support.valid_layouts import of_release
+from support.release import of_release
 from tiny_policies import load_model, train
 
 from megarl.algorithms import POLICY_LOSSES
