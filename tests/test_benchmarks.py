@@ -20,8 +20,8 @@ SCRIPTS = [
 JOBS = ("asynchronous", "data", "grpo_job", "learning", "plan_times", "quickstart", "rollout", "soak", "startup")
 """Their jobs and scripts are forks. Others may start Ray, whose processes need an interpreter that is no script."""
 LONG = (
-    *("agents", "asynchronous", "convert", "data", "engine", "grpo_job", "plan_memory", "plan_times", "precision"),
-    *("quickstart", "soak", "startup"),
+    *("agents", "asynchronous", "batch_store", "convert", "data", "engine", "grpo_job", "grpo_step", "learning"),
+    *("plan_memory", "plan_times", "precision", "quickstart", "soak", "startup", "weight_sync"),
 )
 """Their tables take 5 to 20 s of CPU time each."""
 LIMIT_S = 300.0

@@ -132,7 +132,7 @@ def test_reads_of_the_wall_clock_are_found():
 def release_marks(tree):
     """Calls of the mark ``release`` in a part of a file."""
     calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
-    return [call for call in calls if isinstance(call.func, ast.Attribute) and call.func.attr == "release"]
+    return [call for call in calls if ast.unparse(call.func) == "pytest.mark.release"]
 
 
 def test_every_test_of_a_release_has_a_twin_in_ci():

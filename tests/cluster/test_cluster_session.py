@@ -22,6 +22,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
 from support import warm_drivers
 from support.expected_errors import raises
+from support.waits import wait_while
 from support.warm_drivers import WarmDriver
 
 from megarl.base.files import private_files
@@ -98,13 +99,7 @@ class Script:
 
     def until(self, condition):
         """Wait until a condition holds, which is before the end of the script."""
-        deadline = time.monotonic() + 120
-        while True:
-            code = self.process.poll()  # first: the script may fulfil the condition and end at once
-            if condition():
-                return
-            assert code is None and time.monotonic() < deadline, self.output
-            time.sleep(0.02)
+        wait_while(lambda: self.process.poll() is None, condition, lambda: self.output)
 
     def until_printed(self, line):
         self.until(lambda: line in self.stdout.read_text(encoding="utf-8").splitlines())

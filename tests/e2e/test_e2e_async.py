@@ -133,8 +133,9 @@ def test_a_run_without_replicas_saves_whole_steps_and_names_a_step_that_trained_
     assert [path.name for path in first.parent.glob("global_step_*")] == [first.name]
 
 
-def test_colocated_training_begins_when_a_batch_is_complete(small, dense_reward, start):
-    """Responses pause and continue, also in a run that resumes."""
+@pytest.fixture(scope="module")
+def colocated(small, dense_reward, start):
+    """Arguments and files of a colocated run."""
     arguments = [
         *("--config-name", "quickstart_grpo", *small, *dense_reward, "trainer.experiment_name=colocated"),
         # Responses are in flight when a batch is complete, however late the driver learns of it on a loaded machine.
@@ -146,14 +147,23 @@ def test_colocated_training_begins_when_a_batch_is_complete(small, dense_reward,
     ]
     run = start(*arguments)
     assert run.wait() == 0, run.output
-    files = RunFiles(run.folder, "colocated")
-    steps = list(files.steps.values())
+    return arguments, RunFiles(run.folder, "colocated")
+
+
+def test_colocated_training_begins_when_a_batch_is_complete(colocated):
+    """Responses pause and continue."""
+    steps = list(colocated[1].steps.values())
     interrupted = [row["rollout_service/interrupted"] for row in steps]
     assert sum(interrupted) > 0 == interrupted[3]
     assert all(row["training/off_policy/trajectory_staleness_worst"] <= 1 for row in steps)
     assert sum(row["fully_async/partial/total_partial_num"] for row in steps) > 0
     assert all(row["weight_sync/verified"] == 1 for row in steps)
-    run = start(*arguments, *resume_from(run.folder, "colocated", 2))
+
+
+@pytest.mark.release(twin="tests/e2e/test_e2e_async.py::test_a_resumed_run_trains_the_prompts_in_flight")
+def test_a_resumed_colocated_run_trains_the_prompts_in_flight(colocated, start):
+    arguments, files = colocated
+    run = start(*arguments, *resume_from(files.folder, "colocated", 2))
     assert run.wait() == 0, run.output
     again = RunFiles(run.folder, "colocated")
     assert list(again.steps) == list(files.steps) and all(

@@ -471,6 +471,7 @@ def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(dense_r
     assert next(answers) == next(answers)
 
 
+@pytest.mark.release(twin="tests/trainer/test_trainer_callbacks.py::test_validation_before_training")
 def test_val_only_evaluates_the_exported_policy_without_training(small, dense_reward, whole, start):
     run = start(
         *("--config-name", "quickstart", *small, *dense_reward, "trainer.experiment_name=validation"),
