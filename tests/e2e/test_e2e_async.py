@@ -76,7 +76,7 @@ def partial(small, mixture, start):
         *("--config-name", "quickstart_async", *small, "trainer.experiment_name=partial"),
         *(f"actor_rollout_ref.model.path={mixture}", "actor_rollout_ref.actor.router_replay.mode=R3"),
         f"trainer.callbacks=[{Path(__file__).with_name('route_recorder.py')}:RouteRecorder]",
-        *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=2", "sync.verify_freq=1"),
+        *("data.max_response_length=40", "actor_rollout_ref.rollout.max_num_seqs=4", "sync.verify_freq=1"),
         *("async_training.max_staleness=2", "actor_rollout_ref.actor.optim.lr=2e-2"),
         # Responses are in flight at each sync, however slow the trainer is on a loaded machine.
         f"actor_rollout_ref.model.external_lib=[{Path(__file__).with_name('slow_engine.py')}]",
@@ -179,6 +179,8 @@ def exact_metrics(start, arguments, name):
     return [reproducible(row) for row in RunFiles(run.folder, name).steps.values()]
 
 
+ROUNDED = ("rollout_corr/", "training/rollout_")
+"""Metrics of the engine's log-probs, whose rounding depends on the sequences that are decoded at the same time."""
 DAPO = ("+experiment=dapo", "actor_rollout_ref.rollout.n=2", "reward.custom_reward_function.name=dense_or_constant")
 SAME_SAMPLES = pytest.mark.release(
     twin="tests/samples/test_samples_service.py::test_staleness_0_gives_the_samples_of_synchronous_training"
@@ -210,6 +212,10 @@ def test_staleness_0_is_synchronous_training(small, dense_reward, start, keys, m
     expected = exact_metrics(start, [*shared, "async_training.mode=sync"], "exact-sync")
     assert len(expected) == 3 and "actor/grad_norm" in expected[0]
     found = exact_metrics(start, [*shared, *devices[mode], f"async_training.mode={mode}"], f"exact-{mode}")
-    assert [{name: row.get(name) for name in first} for row, first in zip(found, expected, strict=True)] == expected
+    for row, first in zip(found, expected, strict=True):
+        rounded = {name: value for name, value in first.items() if name.startswith(ROUNDED)}
+        others = {name: value for name, value in first.items() if name not in rounded}
+        assert {name: row.get(name) for name in others} == others
+        assert {name: row[name] for name in rounded} == pytest.approx(rounded, rel=1e-5, abs=1e-6)
     if keys:
         assert sum(row["filter_groups/dropped"] for row in expected) > 0

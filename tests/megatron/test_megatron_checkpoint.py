@@ -290,6 +290,7 @@ def assert_close(resumed, uninterrupted):
 # ---- tests
 
 
+@pytest.mark.release(twin="tests/megatron/test_megatron_checkpoint.py::test_resume_is_bit_exact")
 def test_resume_is_bit_exact_in_fresh_processes(saved):
     folder, uninterrupted = saved
     fresh = ProcessPool(4)
