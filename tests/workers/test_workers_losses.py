@@ -78,7 +78,7 @@ def test_batch_triggers_every_clip_and_selection(reference):
         assert all(0 < value < 1 for value in token_means.values()), (name, token_means)
 
 
-@pytest.mark.parametrize("layout", of_release(["tp1", "tp2", "cp2", "dp2"], ["pp2"]))
+@pytest.mark.parametrize("layout", of_release(["tp1", "cp2", "dp2"], ["tp2", "pp2"]))
 def test_updates(role_pool, models, reference, tmp_path, layout):
     shape = LAYOUTS[layout]
     with Role(role_pool, ActorWorker, shape, actor_arguments(models.policy_path, shape)) as actor:
