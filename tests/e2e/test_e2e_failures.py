@@ -112,6 +112,7 @@ def test_a_second_ctrl_c_ends_at_once_without_a_save(endless, one_device, dense_
     assert not CheckpointStore(run.folder / "outputs" / "endless" / "checkpoints").steps()
 
 
+@pytest.mark.release(twin="tests/trainer/test_trainer_checkpoint_store.py::test_killed_at_every_change_to_the_disk")
 def test_a_second_sigterm_in_the_final_save_leaves_the_checkpoints_whole(
     endless,
     one_device,

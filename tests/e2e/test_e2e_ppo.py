@@ -354,6 +354,7 @@ def test_training_continues_after_a_failed_save_on_a_full_disk(whole, whole_run)
     assert not [path.name for path in (whole.root / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.release(twin="tests/e2e/test_e2e_lora.py::test_resume_in_another_layout_continues_exactly")
 def test_resume_in_another_layout_is_equal_within_rounding_and_survives_a_rank_killed_during_save(
     arguments, whole, start, tmp_path
 ):
