@@ -4,7 +4,7 @@
 # first if needed; their output follows that of the other stages. Everything takes about 20 minutes on two cores.
 #
 #   bash launch/test.sh                     everything, as in CI
-#   RELEASE=1 bash launch/test.sh           also the tests marked `release`, for which CI runs cheaper ones (hours)
+#   RELEASE=1 bash launch/test.sh           also the tests marked `release`, for which CI runs cheaper ones
 #   bash launch/test.sh --fast              lint, types, contracts, and the tests without worker processes
 #   SGLANG=0 bash launch/test.sh            without SGLang
 #   SGLANG=only bash launch/test.sh         only SGLang's tests
