@@ -1,8 +1,8 @@
 """A run under a sequence of faults equals an undisturbed run, bit for bit.
 
-By default one short journey with a small GRPO job. Longer, with actor, critic and reference::
+Before a release one short journey with a small GRPO job. Longer, with actor, critic and reference::
 
-    CHAOS_MINUTES=20 CHAOS_SEED=7 CHAOS_CONFIG=quickstart bash launch/test.sh tests/chaos -s
+    RELEASE=1 CHAOS_MINUTES=20 CHAOS_SEED=7 CHAOS_CONFIG=quickstart bash launch/test.sh tests/chaos -s
 """
 
 import os
