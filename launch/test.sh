@@ -1,9 +1,10 @@
 #!/usr/bin/env bash
 # Sets up the environment, then runs lint, types, import contracts and all tests, with the browser tests of the report's page
 # if a browser is found. The tests marked `sglang` run meanwhile in SGLang's environment (docs/how_to/rollout.md), which is set up
-# first if needed; their output follows that of the other stages. Everything takes about 25 minutes on two cores.
+# first if needed; their output follows that of the other stages. Everything takes about 20 minutes on two cores.
 #
 #   bash launch/test.sh                     everything, as in CI
+#   RELEASE=1 bash launch/test.sh           also the tests marked `release`, for which CI runs cheaper ones
 #   bash launch/test.sh --fast              lint, types, contracts, and the tests without worker processes
 #   SGLANG=0 bash launch/test.sh            without SGLang
 #   SGLANG=only bash launch/test.sh         only SGLang's tests

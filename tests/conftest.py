@@ -14,6 +14,7 @@ from typing import Any
 import pytest
 from hypothesis import HealthCheck, settings
 from support.distributed import ProcessPool
+from support.release import leave_out_release_tests
 from support.sglang_imports import import_tested_models_only
 from support.shared_servers import open_drivers, open_workers, share_servers
 from support.warm_drivers import Drivers
@@ -65,49 +66,54 @@ SLOW = (
 )
 """Folders and files below tests/ that start processes or take seconds per test."""
 LONGEST = (
-    "e2e/test_e2e_failures.py",
+    "ops/launch/test_launch_cluster.py",
     "e2e/test_e2e_async.py",
     "e2e/test_e2e_docs.py",
     "cluster/test_cluster_session.py",
-    "ops/launch/test_launch_cluster.py",
     "e2e/test_e2e_ppo.py",
-    "megatron/test_megatron_families.py",
-    "ops/launch/test_launch_train.py",
+    "e2e/test_e2e_failures.py",
     "workers/test_workers_exactness.py",
-    "megatron/test_megatron_checkpoint.py",
-    "ops/acceptance/test_acceptance_stages.py",
     "test_cli.py",
-    "e2e/test_e2e_pools.py",
-    "test_benchmarks.py",
+    "megatron/test_megatron_checkpoint.py",
+    "megatron/test_megatron_families.py",
+    "ops/acceptance/test_acceptance_stages.py",
+    "e2e/test_e2e_elastic.py",
+    "e2e/test_e2e_bad_input.py",
+    "sharding/test_sharding_manager.py",
+    "samples/test_samples_service.py",
+    "cluster/test_cluster_fork_server.py",
     "megatron/test_megatron_expert_state.py",
     "tracking/test_tracking_subprocess_tracker.py",
-    "sharding/test_sharding_manager.py",
-    "config/test_config_compose.py",
-    "e2e/test_e2e_bad_input.py",
-    "e2e/test_e2e_elastic.py",
-    "samples/test_samples_service.py",
-    "config/test_config_sweeps.py",
-    "megatron/test_megatron_lora.py",
-    "trainer/test_trainer_watchdog.py",
     "ops/plan/test_plan_engine_memory.py",
-    "e2e/test_e2e_wheel.py",
-    "chaos/test_chaos.py",
-    "ops/dry_run/test_dry_run_train.py",
-    "e2e/test_e2e_external_agent.py",
-    "e2e/test_e2e_gated_delta_nets.py",
-    "e2e/test_e2e_distillation.py",
-    "ops/plan/test_plan_layout_choice.py",
-    "megatron/test_megatron_parity.py",
-    "convert/test_convert_roles.py",
-    "ops/plan/test_plan_command.py",
-    "e2e/test_e2e_outputs.py",
-    "cluster/test_cluster_fork_server.py",
-    "ops/doctor/test_doctor_cluster.py",
-    "megatron/test_megatron_lora_families.py",
-    "cluster/test_cluster_agent_runners.py",
     "e2e/test_e2e_grpo.py",
+    "config/test_config_compose.py",
+    "config/test_config_sweeps.py",
+    "cluster/test_cluster_sharding_manager.py",
+    "sharding/test_sharding_transports.py",
+    "rewards/test_rewards_hacks.py",
+    "ops/launch/test_launch_train.py",
+    "e2e/test_e2e_pools.py",
+    "trainer/test_trainer_watchdog.py",
+    "ops/dry_run/test_dry_run_train.py",
+    "trainer/test_trainer_preference.py",
+    "megatron/test_megatron_parity.py",
+    "workers/test_workers_rollout.py",
+    "megatron/test_megatron_checkpoint_offload.py",
+    "ops/plan/test_plan_command.py",
+    "rewards/test_rewards_pool.py",
+    "workers/test_workers_distillation.py",
+    "cluster/test_cluster_agent_runners.py",
+    "workers/test_workers_router_replay.py",
+    "ops/plan/test_plan_automatic.py",
+    "rollout/test_rollout_quantization.py",
+    "base/test_base_compilers.py",
     "ops/launch/test_launch_command.py",
+    "e2e/test_e2e_external_agent.py",
     "cluster/test_cluster_worker_group.py",
+    "convert/test_convert_roles.py",
+    "tracking/test_tracking_backends.py",
+    "trainer/test_trainer_train_reward_model.py",
+    "test_benchmarks.py",
 )
 """Files that take more than 25 s, about by decreasing time: they run first, so that no process ends with one."""
 
@@ -122,8 +128,9 @@ def pytest_collection_finish() -> None:
     gc.enable()
 
 
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Mark tests that start processes as ``slow``; put the longest files first."""
+def pytest_collection_modifyitems(config: pytest.Config, items: list[pytest.Item]) -> None:
+    """Leave out tests of a release; mark tests that start processes as ``slow``; put the longest files first."""
+    leave_out_release_tests(config, items)
     places = {name: place for place, name in enumerate(LONGEST)}
     items.sort(key=lambda item: places.get(item.path.relative_to(TESTS).as_posix(), len(places)))
     for item in items:

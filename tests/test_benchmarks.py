@@ -1,7 +1,7 @@
 """Benchmarks run to their end and print their tables, with the smallest sizes.
 
-CI runs those of a few seconds, and ``BENCHMARKS=all`` runs all of them. The others run jobs whose properties other
-tests prove. In CI they print their options, for which they import all that they use.
+CI runs those of a few seconds, and ``RELEASE=1`` runs all of them. The others run jobs whose properties other tests
+prove. In CI they print their options, for which they import all that they use.
 """
 
 import os
@@ -19,12 +19,11 @@ SCRIPTS = [
 ]
 JOBS = ("asynchronous", "data", "grpo_job", "learning", "plan_times", "quickstart", "rollout", "soak", "startup")
 """Their jobs and scripts are forks. Others may start Ray, whose processes need an interpreter that is no script."""
-RELEASE = (
-    *("agents", "asynchronous", "convert", "data", "engine", "grpo_job", "plan_memory", "plan_times", "precision"),
-    *("quickstart", "soak", "startup"),
+LONG = (
+    *("agents", "asynchronous", "batch_store", "convert", "data", "engine", "grpo_job", "grpo_step", "learning"),
+    *("plan_memory", "plan_times", "precision", "quickstart", "soak", "startup", "weight_sync"),
 )
 """Their tables take 5 to 20 s of CPU time each."""
-ALL = os.environ.get("BENCHMARKS") == "all"
 LIMIT_S = 300.0
 
 
@@ -52,7 +51,13 @@ def output_of(command, folder, drivers, shared_server, warm_jobs=False):
     return text
 
 
-@pytest.mark.parametrize("script", [path for path in SCRIPTS if ALL or path.stem not in RELEASE], ids=lambda p: p.stem)
+IN_A_RELEASE = pytest.mark.release(twin="tests/test_benchmarks.py::test_a_long_benchmark_is_imported")
+
+
+@pytest.mark.parametrize(
+    "script",
+    [pytest.param(path, id=path.stem, marks=[IN_A_RELEASE] if path.stem in LONG else []) for path in SCRIPTS],
+)
 def test_a_benchmark_prints_its_table(script, task, drivers, shared_server, tmp_path):
     sizes = ["--tiny"] if "parse_sizes" in script.read_text(encoding="utf-8") else []
     data = [f"data.train_files={task}/data/train.parquet", f"data.val_files={task}/data/test.parquet"]
@@ -67,7 +72,7 @@ def test_a_benchmark_prints_its_table(script, task, drivers, shared_server, tmp_
     assert any(any(map(str.isdigit, line)) for line in text.splitlines()), text
 
 
-@pytest.mark.parametrize("name", RELEASE)
-def test_a_benchmark_of_a_release_is_imported(name, drivers, shared_server, tmp_path):
+@pytest.mark.parametrize("name", LONG)
+def test_a_long_benchmark_is_imported(name, drivers, shared_server, tmp_path):
     text = output_of([str(ROOT / "benchmarks" / f"{name}.py"), "--help"], tmp_path, drivers, shared_server)
     assert "--tiny" in text

@@ -121,12 +121,15 @@ def test_sweep_runs_have_separate_folders(job):
     assert len({folder for _, folder in job.calls}) == 2
 
 
+OTHER_TEXT = pytest.mark.release(twin="tests/test_cli.py::test_texts_of_a_sweep_keep_their_characters")
+
+
 @pytest.mark.parametrize(
     ("overrides", "names"),
     [
-        (("trainer.experiment_name=2026_11_27,1e3",), ["2026_11_27", "1e3"]),
+        pytest.param(("trainer.experiment_name=2026_11_27,1e3",), ["2026_11_27", "1e3"], marks=OTHER_TEXT),
         (("trainer.experiment_name=choice(2026_11_27,~/x)",), ["2026_11_27", "~/x"]),
-        (("trainer.experiment_name=1_0", "trainer.seed=1"), ["1_0"]),
+        pytest.param(("trainer.experiment_name=1_0", "trainer.seed=1"), ["1_0"], marks=OTHER_TEXT),
         (("hydra/sweeper=optuna", "hydra.sweeper.n_trials=1", "trainer.experiment_name=choice(1_0)"), ["1_0"]),
     ],
 )

@@ -6,12 +6,7 @@ from collections import Counter
 from pathlib import Path
 
 import pytest
-from check_structure import (
-    import_cycles,
-    imported_modules,
-    module_paths,
-    reads_in_locale,
-)
+from check_structure import import_cycles, reads_in_locale
 
 ROOT = Path(__file__).resolve().parents[1]
 PACKAGE = ROOT / "megarl"
@@ -52,7 +47,8 @@ def test_test_modules_have_unique_names():
     """All test folders are on one import path, so of two modules with one name only the first would be imported."""
     modules = [path for path in (ROOT / "tests").rglob("*.py") if path.stem != "conftest"]
     assert not [name for name, count in Counter(path.stem for path in modules).items() if count > 1]
-    assert not [path for path in modules if any("conftest" in name.split(".") for name in imported(path))]
+    named = [path for path in modules if "conftest" in path.read_text(encoding="utf-8")]
+    assert not [path for path in named if any("conftest" in name.split(".") for name in imported(path))]
 
 
 def test_files_named_in_the_docs_exist():
@@ -73,12 +69,6 @@ def test_text_files_name_their_encoding(tmp_path):
     named = ("p.read_text('utf-8')", "open(p, 'rb')", "service.open(replicas)", "open(p, encoding='utf-8')", "f(**o)")
     (tmp_path / "calls.py").write_text("\n".join((*calls, *named)), encoding="utf-8")
     assert reads_in_locale(tmp_path / "calls.py") == list(range(1, len(calls) + 1))
-
-
-def test_package_has_no_import_cycles():
-    paths = module_paths()
-    graph = {name: imported_modules(path, paths) - {name} for name, path in paths.items()}
-    assert not import_cycles(graph)
 
 
 def test_import_cycles_are_found():
@@ -117,7 +107,7 @@ def test_durations_and_time_limits_use_the_monotonic_clock():
     reading = {
         str(path.relative_to(ROOT))
         for path in (ROOT / "megarl").rglob("*.py")
-        if reads_wall_clock(path.read_text(encoding="utf-8"))
+        if re.search(r"\btime\b", source := path.read_text(encoding="utf-8")) and reads_wall_clock(source)
     }
     assert reading == set(WALL_CLOCK), "use time.monotonic, or add the module with its reason"
 
@@ -127,3 +117,21 @@ def test_reads_of_the_wall_clock_are_found():
     assert reads_wall_clock("import time\ndef f(clock=time.time): pass")
     assert reads_wall_clock("from time import sleep, time")
     assert not reads_wall_clock("import time\ntime.monotonic(), time.perf_counter(), time.sleep(1), time.strftime('')")
+
+
+def release_marks(tree):
+    """Calls of the mark ``release`` in a part of a file."""
+    calls = [node for node in ast.walk(tree) if isinstance(node, ast.Call)]
+    return [call for call in calls if ast.unparse(call.func) == "pytest.mark.release"]
+
+
+def test_every_test_of_a_release_has_a_twin_in_ci():
+    """A twin may have cases with the mark, but not the mark itself."""
+    for path in (ROOT / "tests").rglob("test_*.py"):
+        source = path.read_text(encoding="utf-8")
+        for mark in release_marks(ast.parse(source)) if "mark.release(" in source else ():
+            (twin,) = (keyword.value.value for keyword in mark.keywords if keyword.arg == "twin")
+            file, _, name = twin.partition("::")
+            tree = ast.parse((ROOT / file).read_text(encoding="utf-8"))
+            (function,) = (node for node in tree.body if isinstance(node, ast.FunctionDef) and node.name == name)
+            assert not [mark for mark in function.decorator_list if release_marks(mark) == [mark]], (path, twin)

@@ -1,8 +1,8 @@
 """A run under a sequence of faults equals an undisturbed run, bit for bit.
 
-By default one short journey with a small GRPO job. Longer, with actor, critic and reference::
+Before a release one short journey with a small GRPO job. Longer, with actor, critic and reference::
 
-    CHAOS_MINUTES=20 CHAOS_SEED=7 CHAOS_CONFIG=quickstart bash launch/test.sh tests/chaos -s
+    RELEASE=1 CHAOS_MINUTES=20 CHAOS_SEED=7 CHAOS_CONFIG=quickstart bash launch/test.sh tests/chaos -s
 """
 
 import os
@@ -30,6 +30,7 @@ machine; freezes, Ray's processes, second runs and a lost reaper are for long ca
 ONE_DEVICE = ("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1")
 
 
+@pytest.mark.release(twin="tests/e2e/test_e2e_ppo.py::test_killed_run_resumes_bit_exact")
 @pytest.mark.timeout(600 + 120 * MINUTES)
 def test_a_run_through_faults_equals_an_undisturbed_run(tmp_path, drivers, shared_server):
     steps, faults = (8, 5) if MINUTES else (5, 3)

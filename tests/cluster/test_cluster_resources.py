@@ -68,7 +68,7 @@ def test_invalid_pool_raises(device, devices, code, value):
         ResourcePool("main", device, devices)
 
 
-def test_process_with_several_gpus_sees_only_those(monkeypatch):
+def test_process_with_several_gpus_sees_only_those(forked_workers, monkeypatch):
     """Ray only needs to believe that there are GPUs."""
     monkeypatch.setenv("RAY_OVERRIDE_RESOURCES", '{"GPU": 4}')
     with RaySession(num_cpus=4) as session:

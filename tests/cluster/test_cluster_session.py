@@ -22,6 +22,7 @@ from ray._raylet import AuthenticationMode, get_authentication_mode
 from ray.exceptions import AuthenticationError
 from support import warm_drivers
 from support.expected_errors import raises
+from support.waits import wait_while
 from support.warm_drivers import WarmDriver
 
 from megarl.base.files import private_files, private_folder
@@ -99,13 +100,7 @@ class Script:
 
     def until(self, condition):
         """Wait until a condition holds, which is before the end of the script."""
-        deadline = time.monotonic() + 120
-        while True:
-            code = self.process.poll()  # first: the script may fulfil the condition and end at once
-            if condition():
-                return
-            assert code is None and time.monotonic() < deadline, self.output
-            time.sleep(0.02)
+        wait_while(lambda: self.process.poll() is None, condition, lambda: self.output)
 
     def until_printed(self, line):
         self.until(lambda: line in self.stdout.read_text(encoding="utf-8").splitlines())
@@ -133,7 +128,16 @@ def script(tmp_path, drivers):
 
 
 @pytest.mark.parametrize(
-    ("number", "returncode"), [(signal.SIGINT, -signal.SIGINT), (signal.SIGTERM, 128 + signal.SIGTERM)]
+    ("number", "returncode"),
+    [
+        (signal.SIGINT, -signal.SIGINT),
+        pytest.param(
+            *(signal.SIGTERM, 128 + signal.SIGTERM),
+            marks=pytest.mark.release(
+                twin="tests/cluster/test_cluster_session.py::test_signal_during_a_verb_leaves_no_process"
+            ),
+        ),
+    ],
 )
 def test_signal_during_a_verb_leaves_no_process(script, number, returncode):
     run, mark = script("busy")
@@ -144,12 +148,17 @@ def test_signal_during_a_verb_leaves_no_process(script, number, returncode):
     assert marked_processes(mark) == []
 
 
+OTHER_MOMENT = pytest.mark.release(
+    twin="tests/cluster/test_cluster_session.py::test_signal_to_the_group_while_ray_starts_ends_soon_and_in_order"
+)
+
+
 @pytest.mark.parametrize(
     ("number", "moment"),
     [
-        (signal.SIGTERM, "megarl.cluster.reaper"),
+        pytest.param(signal.SIGTERM, "megarl.cluster.reaper", marks=OTHER_MOMENT),
         (signal.SIGINT, "gcs_server"),
-        (signal.SIGHUP, "raylet/raylet"),
+        pytest.param(signal.SIGHUP, "raylet/raylet", marks=OTHER_MOMENT),
         (signal.SIGTERM, "default_worker.py"),
     ],
 )
@@ -264,12 +273,22 @@ except RayLost as error:
 """
 
 
+OTHER_DEATH = pytest.mark.release(
+    twin="tests/cluster/test_cluster_session.py::"
+    "test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_work"
+)
+RAYLET_DIED = "Ray's node process (raylet) died, so the run ends [ray.process-died]"
+
+
 @pytest.mark.parametrize(
     ("daemon", "moment", "code", "message"),
     [
         ("gcs_server", "in a call", 1, "Ray's control process (GCS) died, so the run ends [ray.process-died]"),
-        ("raylet", "in a call", 1, "Ray's node process (raylet) died, so the run ends [ray.process-died]"),
-        ("gcs_server", "at the end", 0, "(GCS) died when the work was complete; nothing is lost"),
+        pytest.param("raylet", "in a call", 1, RAYLET_DIED, marks=OTHER_DEATH),  # the next test has it, too
+        pytest.param(
+            *("gcs_server", "at the end", 0, "(GCS) died when the work was complete; nothing is lost"),
+            marks=OTHER_DEATH,
+        ),
         ("raylet", "at the end", 0, "(raylet) died when the work was complete; nothing is lost"),
     ],
 )
@@ -301,7 +320,7 @@ def test_a_driver_without_a_parent_outlives_its_raylet():
     done = subprocess.run(  # returns when the orphan, too, has closed its output
         command, cwd=ROOT, env=env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True, timeout=180
     )
-    assert done.stdout == "Ray's node process (raylet) died, so the run ends [ray.process-died]\n"
+    assert done.stdout == f"{RAYLET_DIED}\n"
 
 
 def join(drivers, gcs_address, *arguments, **authentication):

@@ -31,7 +31,7 @@ def kill_within_bucket() -> None:
 
     def import_and_kill(group: WorkerGroup, *args: Any, **options: Any) -> PendingCall:
         WorkerGroup.submit_gather = submit_gather
-        (victim,) = [rank for rank in sglang_ranks() if "TP1" in command_line(rank)]
+        victim = rank_1()
         victim.suspend()
         threading.Timer(3.0, victim.kill).start()
         return submit_gather(group, *args, **options)
@@ -39,9 +39,14 @@ def kill_within_bucket() -> None:
     WorkerGroup.submit_gather = import_and_kill
 
 
-def sglang_ranks() -> list[psutil.Process]:
-    """SGLang's scheduler processes of this run, which may have joined a running cluster."""
+def rank_1() -> psutil.Process:
+    """SGLang's second scheduler of this run, which may have joined a running cluster.
+
+    Forks of a warm run lack SGLang's names; their fork server starts the schedulers first, in the order of the ranks.
+    """
     groups = [item for item in gc.get_objects() if isinstance(item, WorkerGroup) and item.role.startswith("rollout")]
     hosts = [psutil.Process(info.pid) for group in groups for info in group.processes.values()]
     family = [process for host in hosts for process in descendants(host)]
-    return [process for process in family if "sglang::scheduler" in command_line(process)]
+    named = [process for process in family if "sglang::scheduler_TP1" in command_line(process)]
+    forks = [process for process in family if process.ppid() not in [host.pid for host in hosts]]
+    return named[0] if named else sorted(forks, key=lambda fork: fork.pid)[1]

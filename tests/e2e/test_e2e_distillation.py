@@ -55,6 +55,7 @@ def test_the_student_keeps_its_size(distilled, teacher):
     assert theirs[name].shape == (student[name].shape[0], 4 * student[name].shape[1])
 
 
+@pytest.mark.release(twin="tests/workers/test_workers_distillation.py::test_teacher_and_losses")
 def test_each_prompt_approaches_its_own_teacher_over_the_whole_vocabulary(small, task, teacher, tmp_path, start):
     """Two teachers of other hidden sizes and layouts give the exact KL (loss_mode=full)."""
     narrow = make_task(tmp_path / "narrow", "--hidden", "64", "--seed", "8", *SIZES) / "model"

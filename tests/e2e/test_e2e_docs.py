@@ -1,6 +1,6 @@
 """Runs the commands of the documentation in a checkout, before and after the quickstart.
 
-Before a release, ``DOCS=all`` runs them as the pages mark them. By default the doctor skips its slow checks, and jobs
+``RELEASE=1`` runs them as the pages mark them. By default the doctor skips its slow checks, and jobs
 of the pages :data:`CHECKED` end after the checks of their configuration.
 """
 
@@ -12,6 +12,7 @@ from pathlib import Path
 
 import pytest
 from support.doc_pages import AFTER_QUICKSTART, ALONE, ONE_STEP, QUICKSTART, ROOT, shell_blocks
+from support.release import RELEASE
 
 PINS = "megarl/pins/default.txt"
 FOLDERS = ("benchmarks", "configs", "docs", "examples", "launch", "megarl/pins", "tools", "tests/ops/plan/models")
@@ -19,14 +20,28 @@ BLOCKS = shell_blocks()
 MARKS = (ALONE, AFTER_QUICKSTART, ONE_STEP)
 TESTED = {(block.mark, block.code): block for block in BLOCKS if block.mark in MARKS}
 """Equal blocks once, in the order of the pages."""
-ALL = os.environ.get("DOCS") == "all"
 CHECKED = {
     "docs/how_to/debugging.md": "tests/workers/test_workers_exactness.py, tests/docs/test_docs_tools.py",
     "docs/how_to/layouts.md": "tests/e2e/test_e2e_pools.py",
     "docs/internals/weights.md": "tests/e2e/test_e2e_grpo.py",
     "docs/reference/metrics.md": "tests/examples/test_examples.py",
+    "examples/README.md": "tests/examples/test_examples.py",
 }
 """Pages whose jobs take no step, and the tests that run such jobs."""
+IN_A_RELEASE = {
+    # The blocks below it run the commands of the script.
+    "bash launch/search_agent.sh": pytest.mark.release(twin="tests/e2e/test_e2e_docs.py::test_commands"),
+    "megarl launch --no-doctor": pytest.mark.release(
+        twin="tests/ops/launch/test_launch_cluster.py::test_local_cluster_refuses_clients_without_token_and_ends_on_sigterm"
+    ),
+}
+"""Marks of blocks by the beginning of their code."""
+
+
+def cases():
+    for block in TESTED.values():
+        marks = [mark for start, mark in IN_A_RELEASE.items() if block.code.startswith(start)]
+        yield pytest.param(block, id=block.name, marks=marks)
 
 
 def run(code, folder, how, warm):
@@ -36,7 +51,7 @@ def run(code, folder, how, warm):
         **warm,
         "BASH_ENV": str(ROOT / "tests/e2e/short_jobs.sh"),
         "MEGARL_DOCS": how,
-        "MEGARL_DOCTOR": "all" if ALL else "quick",
+        "MEGARL_DOCTOR": "all" if RELEASE else "quick",
         "OMP_NUM_THREADS": "1",
         "PATH": f"{Path(sys.executable).parent}:{os.environ['PATH']}",
         "PYTHONPATH": str(ROOT),
@@ -90,9 +105,9 @@ def test_quickstart_writes_a_report_and_a_model(after_quickstart):
     assert (after_quickstart / "outputs/quickstart/trained/model.safetensors").is_file()
 
 
-@pytest.mark.parametrize("block", TESTED.values(), ids=lambda block: block.name)
+@pytest.mark.parametrize("block", cases())
 def test_commands(block, request, warm):
     """In the order of a page: a block may use what the blocks above it have made."""
     folder = request.getfixturevalue("checkout" if block.mark == ALONE else "after_quickstart")
-    takes_step = block.mark == ONE_STEP and (ALL or block.page not in CHECKED)
+    takes_step = block.mark == ONE_STEP and (RELEASE or block.page not in CHECKED)
     run(block.code, folder, "step" if takes_step else "check", warm)

@@ -14,7 +14,15 @@ from uid_recorder import RECORDER, trained_groups
 from megarl.base.packages import is_installed
 from megarl.ops import scale
 
-SGLANG = ["sglang"] if is_installed("sglang") else []  # not marked for CI: its replicas start for two minutes
+SGLANG = pytest.param(
+    "sglang",
+    marks=[
+        pytest.mark.sglang,
+        pytest.mark.release(
+            twin="tests/e2e/test_e2e_elastic.py::test_replicas_leave_and_join_with_their_node_and_on_request"
+        ),
+    ],
+)
 
 
 @pytest.fixture
@@ -25,7 +33,7 @@ def two_nodes(shared_server):
 
 
 @pytest.mark.timeout(900)
-@pytest.mark.parametrize("engine", ["embedded", *SGLANG])
+@pytest.mark.parametrize("engine", ["embedded", *([SGLANG] if is_installed("sglang") else [])])
 def test_replicas_leave_and_join_with_their_node_and_on_request(engine, small, two_nodes, start, capsys):
     """The node of replica 1 dies and comes back; then the user takes a replica away and gives it back."""
     run = start(

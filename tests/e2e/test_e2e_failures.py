@@ -63,6 +63,7 @@ def pid_of_actor(run):
     return int(re.findall(r"begins, pid (\d+)", log.read_text(encoding="utf-8"))[-1])
 
 
+@pytest.mark.release(twin="tests/e2e/test_e2e_failures.py::test_ctrl_c_saves_and_names_the_command_that_continues")
 def test_ctrl_c_ends_a_run_and_all_its_processes(endless, start):
     """The run is as from a shell: its driver is no fork either."""
     run = start(*endless, env={ENVIRONMENT: "1"})
@@ -111,6 +112,7 @@ def test_a_second_ctrl_c_ends_at_once_without_a_save(endless, one_device, dense_
     assert not CheckpointStore(run.folder / "outputs" / "endless" / "checkpoints").steps()
 
 
+@pytest.mark.release(twin="tests/trainer/test_trainer_checkpoint_store.py::test_killed_at_every_change_to_the_disk")
 def test_a_second_sigterm_in_the_final_save_leaves_the_checkpoints_whole(
     endless,
     one_device,
@@ -136,6 +138,9 @@ def test_a_second_sigterm_in_the_final_save_leaves_the_checkpoints_whole(
     store.verify(store.root / "global_step_1", ("actor",))
 
 
+@pytest.mark.release(
+    twin="tests/cluster/test_cluster_session.py::test_signal_to_the_group_while_ray_starts_ends_soon_and_in_order"
+)
 def test_ctrl_c_during_worker_start_ends_all_processes(endless, start_alone):
     run = start_alone(*endless)
     run.wait_until(lambda: bool(run.running(WORKER)))
@@ -163,6 +168,9 @@ def test_a_killed_raylet_leaves_one_sentence_a_summary_and_the_last_checkpoint(e
     assert_says_how_it_ended(assert_ends(run, 1), RunFiles(run.folder, "endless"))
 
 
+@pytest.mark.release(
+    twin="tests/cluster/test_cluster_session.py::test_death_of_a_process_of_ray_is_one_sentence_and_no_failure_of_finished_work"
+)
 def test_a_killed_process_of_ray_before_the_first_step_leaves_a_sentence(endless, one_device, start):
     run = start(*endless, *one_device)
     run.wait_until(lambda: "start workers ..." in run.output)
@@ -173,6 +181,7 @@ def test_a_killed_process_of_ray_before_the_first_step_leaves_a_sentence(endless
     assert "Traceback (most recent call last)" not in output
 
 
+@pytest.mark.release(twin="tests/trainer/test_trainer_watchdog.py::test_the_stalled_rank_is_named_and_the_run_ends")
 def test_watchdog_names_a_stopped_process_and_ends_the_run_with_valid_checkpoints(
     endless, dense_reward, start, tmp_path
 ):

@@ -34,6 +34,7 @@ def check_steps(run, steps):
     return files
 
 
+@pytest.mark.release(twin="tests/e2e/test_e2e_gated_delta_nets.py::test_adapters_train_the_projections_only")
 def test_a_resumed_run_repeats_the_third_step(arguments, models, start):
     """Qwen3-Next with experts at TP=2; bit for bit."""
     keys = [*arguments, f"actor_rollout_ref.model.path={models('qwen3_next')}", "trainer.total_training_steps=3"]

@@ -184,6 +184,7 @@ def test_checkpoint_has_config_versions_manifest_and_hf_export(ended):
     assert listed.keys() == present - {"manifest.json"}
 
 
+@pytest.mark.release(twin="tests/e2e/test_e2e_ppo.py::test_killed_run_resumes_bit_exact")
 def test_run_ended_by_signals_resumes_bit_exact(arguments, ended, grpo, start):
     run = start(*arguments, *SAVING, folder=ended[-1].folder)
     assert run.wait() == 0, run.output

@@ -31,19 +31,29 @@ def cluster_of_three(forked_workers):
         }
 
 
-def test_roles_on_their_own_devices_train_like_roles_that_share(small, dense_reward, start, cluster_of_three):
-    arguments = [
+@pytest.fixture(scope="module")
+def arguments(small, dense_reward):
+    return [
         *("--config-name", "quickstart", *small, *dense_reward, f"trainer.total_training_steps={STEPS}"),
         *("trainer.n_gpus_per_node=1", "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1"),
         *("critic.megatron.data_parallel_size=1", "actor_rollout_ref.ref.megatron.tensor_model_parallel_size=1"),
         *("trainer.critic_warmup=1", "trainer.val_before_train=false", "trainer.test_freq=2", "trainer.save_freq=2"),
         *("trainer.timeline.enable=true", "trainer.max_actor_ckpt_to_keep=2", "trainer.max_critic_ckpt_to_keep=2"),
     ]
+
+
+@pytest.fixture(scope="module")
+def runs(arguments, start, cluster_of_three):
+    """Files of a run whose roles share devices, and of one whose roles have their own."""
     runs = {}
     for name, keys, env in (("shared", (), None), ("apart", APART, cluster_of_three)):
         run = start(*arguments, *keys, f"trainer.experiment_name={name}", env=env, warm=True)
         assert run.wait() == 0, run.output
         runs[name] = RunFiles(run.folder, name)
+    return runs
+
+
+def test_roles_on_their_own_devices_train_like_roles_that_share(runs):
     shared, apart = (list(files.steps.values()) for files in runs.values())
     assert [reproducible(row) for row in apart] == [reproducible(row) for row in shared]
     assert len(apart) == STEPS and "actor/grad_norm" in apart[1] and "critic/grad_norm" in apart[0]
@@ -61,13 +71,6 @@ def test_roles_on_their_own_devices_train_like_roles_that_share(small, dense_rew
         beside = sum(s for name, s in row.items() if name.startswith("timing_hidden_s/"))
         assert parts - beside <= row["timing_s/step"]
 
-    checkpoint = runs["apart"].root / "checkpoints" / "global_step_2"
-    again = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    run = start(*arguments, *APART, *again, "trainer.experiment_name=resumed", env=cluster_of_three, warm=True)
-    assert run.wait() == 0, run.output
-    resumed = RunFiles(run.folder, "resumed").steps
-    assert "step 2/3" not in run.output and reproducible(resumed[3]) == reproducible(apart[2])
-
     spans = [event for event in read_trace(runs["apart"].newest) if event.get("cat") == "phase"]
     begin = {name: [e["ts"] for e in spans if e["name"] == name] for name in (*PASSES, *UPDATES)}
     end = {name: [e["ts"] + e["dur"] for e in spans if e["name"] == name] for name in (*PASSES, *UPDATES)}
@@ -75,6 +78,19 @@ def test_roles_on_their_own_devices_train_like_roles_that_share(small, dense_rew
     assert all(max(begin[name][step] for name in PASSES) < min(end[name][step] for name in PASSES) for step in range(3))
 
 
+@pytest.mark.release(twin="tests/e2e/test_e2e_ppo.py::test_killed_run_resumes_bit_exact")
+def test_a_resumed_run_with_roles_on_their_own_devices_is_equal(arguments, runs, start, cluster_of_three):
+    checkpoint = runs["apart"].root / "checkpoints" / "global_step_2"
+    again = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    run = start(*arguments, *APART, *again, "trainer.experiment_name=resumed", env=cluster_of_three, warm=True)
+    assert run.wait() == 0, run.output
+    resumed = RunFiles(run.folder, "resumed").steps
+    assert "step 2/3" not in run.output and reproducible(resumed[3]) == reproducible(runs["apart"].steps[3])
+
+
+@pytest.mark.release(
+    twin="tests/sharding/test_sharding_manager.py::test_a_failure_in_the_last_wave_stops_all_replicas_and_the_next_sync_has_one_wave"
+)
 def test_replicas_sync_one_by_one_and_one_dies_in_its_wave(small, start, cluster_of_three):
     run = start(
         RECORDER,

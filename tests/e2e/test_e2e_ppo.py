@@ -354,6 +354,7 @@ def test_training_continues_after_a_failed_save_on_a_full_disk(whole, whole_run)
     assert not [path.name for path in (whole.root / "checkpoints").iterdir() if path.name.startswith(".")]
 
 
+@pytest.mark.release(twin="tests/e2e/test_e2e_lora.py::test_resume_in_another_layout_continues_exactly")
 def test_resume_in_another_layout_is_equal_within_rounding_and_survives_a_rank_killed_during_save(
     arguments, whole, start, tmp_path
 ):
@@ -456,6 +457,9 @@ def assert_equal_runs(actual, expected):
     assert all(torch.equal(weights[name], expected_weights[name]) for name in weights)
 
 
+@pytest.mark.release(
+    twin="tests/e2e/test_e2e_evaluate.py::test_checkpoint_and_folder_give_equal_responses_even_if_a_replica_dies"
+)
 def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(dense_reward, task, whole, start):
     run = start(
         *("--config-name", "quickstart_evaluate", f"data.val_files={task}/data/test.parquet", *dense_reward),
@@ -468,6 +472,7 @@ def test_evaluation_of_the_latest_checkpoint_repeats_the_last_validation(dense_r
     assert next(answers) == next(answers)
 
 
+@pytest.mark.release(twin="tests/trainer/test_trainer_callbacks.py::test_validation_before_training")
 def test_val_only_evaluates_the_exported_policy_without_training(small, dense_reward, whole, start):
     run = start(
         *("--config-name", "quickstart", *small, *dense_reward, "trainer.experiment_name=validation"),

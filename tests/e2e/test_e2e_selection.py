@@ -40,6 +40,7 @@ def test_every_batch_is_full_of_groups_with_differing_scores(selection):
         assert row["critic/score/mean"] == pytest.approx(row["best_of_n/kept/mean"], rel=1e-5)
 
 
+@pytest.mark.release(twin="tests/samples/test_samples_service.py::test_dynamic_sampling_resumes_from_a_checkpoint")
 def test_resume_in_the_middle_of_a_generation_batch_is_equal_within_rounding(selection, arguments, start):
     checkpoint = selection.folder / "outputs" / "selection" / "checkpoints" / "global_step_1"
     state = json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))

@@ -2,6 +2,7 @@
 
 import json
 
+import pytest
 import yaml
 from support.warm_drivers import write_interpreter
 
@@ -16,6 +17,7 @@ def sweep_results(run):
     return file.parent, json.loads(file.read_text(encoding="utf-8"))["runs"]
 
 
+@pytest.mark.release(twin="tests/test_cli.py::test_optuna_ignores_failed_trials")
 def test_optuna_sweep(small, start):
     run = start(
         *("--config-name", "quickstart", "-m", *small, *SMALL, "trainer.val_before_train=false"),

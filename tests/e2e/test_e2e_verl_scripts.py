@@ -44,7 +44,10 @@ def of_a_user(task, name, roles):
     ("script", "name", "roles", "metrics"),
     [
         (GRPO, "verl-grpo", ROLES[:2], {"actor/kl_loss", "timing_s/ref"}),
-        (PPO, "verl-ppo", ROLES, {"critic/vf_loss", "critic/vf_explained_var", "timing_s/values"}),
+        pytest.param(
+            *(PPO, "verl-ppo", ROLES, {"critic/vf_loss", "critic/vf_explained_var", "timing_s/values"}),
+            marks=pytest.mark.release(twin="tests/e2e/test_e2e_verl_scripts.py::test_verls_script_trains"),
+        ),
     ],
 )
 def test_verls_script_trains(start, task, script, name, roles, metrics):

@@ -6,7 +6,8 @@ import torch
 from engine_cases import Setup, assemble, engine, micro_batches, policy_loss, refusal
 from family_cases import MODELS, in_checkpoint_names, reference
 from safetensors.torch import load_file, save_file
-from support.valid_layouts import ALL, of_release, paired_layouts
+from support.release import RELEASE, of_release
+from support.valid_layouts import paired_layouts
 from tiny_models import TEMPERATURE, model_config, rows, save_model
 
 from megarl.megatron import OptimizerOptions, OutputOptions
@@ -55,7 +56,7 @@ def alone(pool, tmp_path_factory):
 
 def resume_cases():
     """Pairs of layouts: one to train and resume in, one to resume in as well."""
-    for model, every in (("deepseek_v3", 1 if ALL else 2), ("gpt_oss", 2)):
+    for model, every in (("deepseek_v3", 1 if RELEASE else 3), ("gpt_oss", 2 if RELEASE else 3)):
         layouts = paired_layouts(model_config(**RESUMED[model]), 4)
         for number, layout in enumerate(layouts[::every]):
             dtype = torch.bfloat16 if number % 2 else torch.float32

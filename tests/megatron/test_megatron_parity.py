@@ -3,7 +3,7 @@
 import pytest
 import torch
 from engine_cases import Setup, assemble, forward, in_parts, train
-from support.valid_layouts import of_release
+from support.release import of_release
 from tiny_models import TEMPERATURE, policy_reference, rows, save_model, value_reference
 
 from megarl.megatron import OptimizerOptions

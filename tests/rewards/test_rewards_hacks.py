@@ -246,5 +246,6 @@ def test_wrong_results_fail(test, verdict):
 
 
 def test_honest_program_scores_one_in_the_sandbox():
-    result = score(HONEST, {"assert_case": HONEST_TESTS}, max_cases=None)
+    """Each round of judge and program takes two sandboxes, so a few of the assertions above are enough."""
+    result = score(HONEST, {"assert_case": HONEST_TESTS[::4]}, max_cases=None)
     assert result == {"score": 1.0, "acc": 1.0, "pass_rate": 1.0, "status": "passed"}

@@ -6,16 +6,23 @@ The contract suite runs against every engine in ``ENGINES``.
 import pytest
 import torch
 import transformers
-from sglang_engines import IN_PROCESS, OVER_HTTP, TWO_RANKS, SGLangEngines, engine_of, is_for_ci, is_for_engine
+from sglang_engines import (
+    IN_PROCESS,
+    NEED_SGLANG,
+    OVER_HTTP,
+    TWO_RANKS,
+    SGLangEngines,
+    engine_of,
+    is_for_ci,
+    is_for_engine,
+)
 
 from megarl.base.packages import is_installed
 from megarl.rollout import EngineOptions, create_engine
 
 SGLANG = [IN_PROCESS, OVER_HTTP, TWO_RANKS] if is_installed("sglang") else []
 ENGINES = ["embedded", *SGLANG]
-# Run only with SGLang installed, in a separate environment.
-NEEDS_SGLANG = ["two_ranks", "experts", "families", "teacher"]
-collect_ignore = [] if SGLANG else [f"test_rollout_sglang_{name}.py" for name in NEEDS_SGLANG]
+collect_ignore = [] if SGLANG else NEED_SGLANG  # SGLang is installed in a separate environment
 FAMILIES = {"qwen2": "Qwen2", "qwen3": "Qwen3", "llama": "Llama"}
 FAMILIES |= {"olmo2": "Olmo2", "olmo3": "Olmo3", "gemma3_text": "Gemma3Text"}
 FAMILIES |= {"mixtral": "Mixtral", "qwen2_moe": "Qwen2Moe", "qwen3_moe": "Qwen3Moe", "olmoe": "Olmoe"}

@@ -21,6 +21,7 @@ import psutil
 from megarl.base.processes import READ_ERRORS, all_processes, command_line, has_ended
 from megarl.trainer.state.stopping import KILLED, RAY_LOST
 from support.interrupts import restore_interrupts
+from support.waits import wait_while
 from support.warm_drivers import Drivers, WarmDriver
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -97,14 +98,7 @@ class CliRun:
 
     def wait_until(self, condition: Callable[[], bool], timeout_s: float = START_S) -> None:
         """Wait until a condition holds; fail if the run ends first."""
-        deadline = time.monotonic() + timeout_s
-        while True:
-            code = self.process.poll()  # first: a run may fulfil the condition and end at once
-            if condition():
-                return
-            assert code is None, f"the run ended with {code}:\n{self.output}"
-            assert time.monotonic() < deadline, f"not within {timeout_s:g} s:\n{self.output}"
-            time.sleep(0.05)
+        wait_while(lambda: self.process.poll() is None, condition, lambda: self.output, timeout_s)
 
     def signal_group(self, number: signal.Signals) -> None:
         """Signal the whole process group, like a terminal."""

@@ -2,23 +2,12 @@
 
 from __future__ import annotations
 
-import os
-from collections.abc import Sequence
 from itertools import product
-from typing import TypeVar
 
 from megarl.base.errors import ConfigError
 from megarl.models import ModelConfig, ParallelLayout, check_layout
 
-T = TypeVar("T")
 SIZES = (1, 2, 4)
-ALL = os.environ.get("LAYOUTS") == "all"
-"""Before a release: every layout. Otherwise each mechanism has one layout in which it can fail."""
-
-
-def of_release(cases: Sequence[T], others: Sequence[T]) -> list[T]:
-    """Cases of a test; ``others`` repeat their mechanisms and run before a release."""
-    return [*cases, *(others if ALL else ())]
 
 
 def valid_layouts(config: ModelConfig, ranks: int) -> list[ParallelLayout]:

@@ -18,6 +18,7 @@ from pathlib import Path
 import psutil
 import pytest
 from support.arithmetic_task import make_task
+from support.waits import wait_for_text
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = Path(__file__).with_name("hosts.sh")
@@ -84,13 +85,7 @@ class Launch:
 
     def until(self, pattern: str) -> re.Match[str]:
         """Wait until the output matches a regular expression, and return the match."""
-        deadline = time.monotonic() + LIMIT_S
-        while True:
-            code = self.process.poll()  # first: the text may be the last
-            if match := re.search(pattern, self.text()):
-                return match
-            assert code is None and time.monotonic() < deadline, f"{pattern!r} is not in:\n{self.text()}"
-            time.sleep(0.2)
+        return wait_for_text(lambda: self.process.poll() is None, pattern, self.text, LIMIT_S)
 
     def signal(self, number: int) -> None:
         """Send a signal to the launcher itself, inside its host."""

@@ -8,7 +8,7 @@ import time
 from pathlib import Path
 
 import pytest
-from support.waits import wait_until
+from support.waits import wait_for_text, wait_until
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0
@@ -24,10 +24,7 @@ class Job:
         return self.log.read_text(encoding="utf-8", errors="replace") if self.log.exists() else ""
 
     def until(self, pattern):
-        deadline = time.monotonic() + LIMIT_S
-        while not re.search(pattern, self.text()):
-            assert time.monotonic() < deadline and self.is_queued(), f"{pattern!r} is not in:\n{self.text()}"
-            time.sleep(0.5)
+        wait_for_text(self.is_queued, pattern, self.text, LIMIT_S)
 
     def is_queued(self):
         return self.hosts.on("h1", "squeue", "-h").strip() != ""

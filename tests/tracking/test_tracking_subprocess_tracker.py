@@ -184,7 +184,19 @@ def real_trackers(port, tmp_path, monkeypatch):
     return open_trackers(["wandb", "swanlab", "mlflow", "jsonl"], run, messages.append), messages
 
 
-@pytest.mark.parametrize("kind", ["silent", "refusing"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        "silent",
+        pytest.param(
+            "refusing",
+            marks=pytest.mark.release(
+                twin="tests/tracking/test_tracking_subprocess_tracker.py::"
+                "test_real_packages_without_servers_do_not_block"
+            ),
+        ),
+    ],
+)
 def test_real_packages_without_servers_do_not_block(request, silent_server, closed_port, tmp_path, monkeypatch, kind):
     """A call that waits for the server would block the test: the server never replies."""
     trackers, messages = real_trackers(silent_server[0] if kind == "silent" else closed_port, tmp_path, monkeypatch)
@@ -214,16 +226,19 @@ def test_missing_login_is_an_error_before_the_start(tmp_path, monkeypatch, name)
 
 
 KEY = "0" * 40
+OTHER_LOGIN = pytest.mark.release(
+    twin="tests/tracking/test_tracking_subprocess_tracker.py::test_every_login_of_wandb_is_found_without_the_network"
+)
 
 
 @pytest.mark.parametrize(
     ("variables", "files"),
     [
         ({"WANDB_MODE": "offline"}, {}),
-        ({"WANDB_MODE": "disabled"}, {}),
-        ({"WANDB_API_KEY": KEY}, {}),
+        pytest.param({"WANDB_MODE": "disabled"}, {}, marks=OTHER_LOGIN),
+        pytest.param({"WANDB_API_KEY": KEY}, {}, marks=OTHER_LOGIN),
         ({}, {".netrc": f"machine api.wandb.ai\n  login user\n  password {KEY}\n"}),
-        ({}, {".config/wandb/settings": f"[default]\napi_key = {KEY}\n"}),
+        pytest.param({}, {".config/wandb/settings": f"[default]\napi_key = {KEY}\n"}, marks=OTHER_LOGIN),
         ({}, {".config/wandb/settings": "[default]\nmode = offline\n"}),
     ],
     ids=["offline", "disabled", "key", "netrc", "key in the settings", "offline in the settings"],

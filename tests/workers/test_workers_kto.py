@@ -6,7 +6,7 @@ from dataclasses import replace
 import pytest
 import torch
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
-from support.valid_layouts import of_release
+from support.release import of_release
 from support.whole_tensors import whole_tensors
 from tiny_policies import VOCAB, adam_of, clipped_step, load_model
 
@@ -16,7 +16,7 @@ from megarl.models import ParallelLayout
 from megarl.workers.kto import KTOWorker
 
 CASES = {**LAYOUTS, "tp2 pp2": ParallelLayout(tp=2, pp=2)}
-NAMES = of_release(["cp2", "dp2", "tp2 pp2"], ["tp1", "tp2", "pp2"])
+NAMES = of_release(["cp2", "tp2 pp2"], ["dp2", "tp1", "tp2", "pp2"])
 BETA, WEIGHTS = 0.3, {True: 1.2, False: 0.7}
 Example = tuple[torch.Tensor, torch.Tensor, bool]
 

@@ -19,7 +19,7 @@ from loss_cases import (
 )
 from role_processes import BUDGETS, LAYOUTS, MINI_BATCH_ROWS, Role, actor_arguments, update_plan
 from safetensors.torch import load_file
-from support.valid_layouts import of_release
+from support.release import of_release
 from tiny_policies import load_model, train
 
 from megarl.algorithms import POLICY_LOSSES
@@ -78,7 +78,7 @@ def test_batch_triggers_every_clip_and_selection(reference):
         assert all(0 < value < 1 for value in token_means.values()), (name, token_means)
 
 
-@pytest.mark.parametrize("layout", of_release(["tp1", "tp2", "cp2", "dp2"], ["pp2"]))
+@pytest.mark.parametrize("layout", of_release(["tp1", "cp2", "dp2"], ["tp2", "pp2"]))
 def test_updates(role_pool, models, reference, tmp_path, layout):
     shape = LAYOUTS[layout]
     with Role(role_pool, ActorWorker, shape, actor_arguments(models.policy_path, shape)) as actor:

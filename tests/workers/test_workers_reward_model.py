@@ -5,7 +5,7 @@ from dataclasses import replace
 import pytest
 import torch
 from role_processes import BUDGETS, LAYOUTS, Role, role_settings
-from support.valid_layouts import of_release
+from support.release import of_release
 from support.whole_tensors import whole_tensors
 from tiny_policies import (
     PAD,

@@ -10,7 +10,7 @@ from typing import Any, NamedTuple
 import pytest
 import torch
 from role_processes import ACTOR, MINI_BATCH_ROWS, Role, actor_arguments, log_prob_settings, update_plan
-from support.valid_layouts import of_release
+from support.release import of_release
 from tiny_policies import (
     PAD,
     TEMPERATURE,

@@ -1,30 +1,21 @@
 """``megarl doctor --nodes`` on two raylets of this machine: checks of each node and between nodes."""
 
 import json
-import subprocess
-import sys
-from pathlib import Path
+import os
 
-ROOT = Path(__file__).resolve().parents[3]
-SCRIPT = """
-import sys
-from ray.cluster_utils import Cluster
-from megarl.cli import main
-
-memory = {"object_store_memory": 80 * 2**20}
-cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 1, "include_dashboard": False, **memory})
-cluster.add_node(num_cpus=1, **memory)
-try:
-    sys.exit(main(["doctor", "--nodes", "--quick", "--json", "--address", cluster.address]))
-finally:
-    cluster.shutdown()
-"""
+from support.ray_nodes import TwoNodes
 
 
-def test_checks_of_each_node_and_between_nodes():
-    process = subprocess.run([sys.executable, "-c", SCRIPT], cwd=ROOT, capture_output=True, text=True, timeout=300)
-    assert process.returncode == 0, process.stderr
-    *nodes, between = json.loads(process.stdout.splitlines()[-1])["nodes"]
+def test_checks_of_each_node_and_between_nodes(shared_server, drivers, tmp_path):
+    output = tmp_path / "output.txt"
+    with TwoNodes(1, shared_server) as cluster, output.open("wb") as file:
+        address = cluster.environment["RAY_ADDRESS"]
+        command = ["megarl", "doctor", "--nodes", "--quick", "--json", "--address", address]
+        code = drivers.start(command, tmp_path, {**os.environ, **shared_server}, file.fileno()).wait(300)
+    text = output.read_text(encoding="utf-8")
+    assert code == 0, text
+    (report,) = (line for line in text.splitlines() if line.startswith("{"))
+    *nodes, between = json.loads(report)["nodes"]
     assert len(nodes) == 2 and nodes[0]["host"] != nodes[1]["host"] and nodes[0]["facts"] == nodes[1]["facts"]
     checks = {check["check"]: check for check in between["checks"]}
     assert between["host"] == "between nodes" and checks["same everywhere"]["status"] == "pass"

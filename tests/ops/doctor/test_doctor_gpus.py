@@ -170,6 +170,7 @@ def results_of(monkeypatch, facts, models=()):
     return check_kernels(Needs(models=models), 8)
 
 
+@pytest.mark.release(twin="tests/ops/doctor/test_doctor_gpus.py::test_a_process_with_a_broken_transformer_engine")
 def test_a_process_without_compiler_or_transformer_engine(monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     facts = observe("cpu")
@@ -184,6 +185,7 @@ def test_a_process_with_a_broken_transformer_engine(tmp_path, monkeypatch):
     monkeypatch.setenv("CXX", "/nowhere/g++")
     facts = observe("cpu")
     assert (facts.usable, facts.import_error) == (False, "ImportError: undefined symbol: _ZN2at")
+    assert "/nowhere/g++" in facts.fusion_error
 
 
 def test_a_process_that_fails_is_a_failed_check(monkeypatch):

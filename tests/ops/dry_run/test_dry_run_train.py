@@ -93,7 +93,14 @@ def test_dry_run_of_distillation(train_config, arithmetic):
     assert "teacher far: SGLang at http://far.invalid:30000; not asked here" in text and "teacher_far" not in text
 
 
-@pytest.mark.parametrize("script", SCRIPTS)
+LARGE = pytest.mark.release(
+    twin="tests/ops/dry_run/test_dry_run_train.py::test_run_scripts_need_only_a_config_json_and_a_tokenizer"
+)
+
+
+@pytest.mark.parametrize(
+    "script", [pytest.param(name, marks=[LARGE] if name == "run_671b_grpo" else []) for name in SCRIPTS]
+)
 def test_run_scripts_need_only_a_config_json_and_a_tokenizer(
     script,
     real_model,

@@ -12,12 +12,12 @@ import shutil
 import socket
 import subprocess
 import sys
-import time
 from pathlib import Path
 
 import psutil
 import pytest
 from support import warm_drivers
+from support.waits import wait_for_text
 from support.warm_drivers import Drivers
 
 from megarl.base.processes import READ_ERRORS, all_processes, has_ended
@@ -129,12 +129,7 @@ class Launched:
 
     def until(self, pattern: str) -> re.Match[str]:
         """Wait until the output contains a match of a regular expression, and return it."""
-        while True:
-            code = self.process.poll()  # first: the launcher may print the text and end at once
-            if match := re.search(pattern, self.text()):
-                return match
-            assert code is None, self.text()
-            time.sleep(0.1)
+        return wait_for_text(lambda: self.process.poll() is None, pattern, self.text, 600)
 
     def code(self) -> int:
         """Wait for its end and return the exit code."""

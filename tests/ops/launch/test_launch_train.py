@@ -36,6 +36,9 @@ def task(tmp_path_factory):
     return make_task(tmp_path_factory.mktemp("task"), *options)
 
 
+@pytest.mark.release(
+    twin="tests/ops/launch/test_launch_cluster.py::test_lost_node_is_named_and_the_job_restarts_by_srun"
+)
 def test_training_resumes_from_its_checkpoint_after_the_driver_is_killed(
     start_launcher, first_port, task, shared_server, warm_python, tmp_path
 ):
@@ -82,10 +85,10 @@ def test_script_names_missing_settings(name):
 
 
 @pytest.mark.parametrize("name", SCRIPTS)
-def test_script_composes_its_configuration(name):
+def test_script_composes_its_configuration(name, warm_python):
     model, settings = SCRIPTS[name]
     settings = {"MODEL": str(MODELS / model), "DATA": "/d/x.parquet", "VAL_DATA": "/d/y.parquet", **settings}
-    process = script(name, "trainer.total_epochs=3", "--cfg", "job", **settings)
+    process = script(name, "trainer.total_epochs=3", "--cfg", "job", **settings, PYTHON=str(warm_python))
     assert process.returncode == 0, process.stderr
     values = yaml.safe_load(process.stdout)
     assert values["data"]["val_files"] == ["/d/y.parquet"] and values["trainer"]["test_freq"] == 20

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 from engine_memory import Measured, hidden_peak, measure, peaks
 from memory_cases import CASES, MODELS, ROWS, expected, planned_pass, planned_role
-from support.valid_layouts import of_release
+from support.release import of_release
 from tiny_models import save_model
 
 from megarl.ops.plan.pass_activations import role_activations

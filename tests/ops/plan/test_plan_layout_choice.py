@@ -72,7 +72,12 @@ def lacking(config, hardware):
         ("grpo", "Qwen2.5-32B", 2, {TP: 4, PP: 1}, [(2, 1), (1, 2)]),
         ("ppo", "Llama-3-70B", 16, {TP: 8, PP: 1}, [(4, 1), (2, 2), (1, 4)]),
         ("grpo", "Qwen3-30B-A3B", 1, {TP: 1, PP: 1, EP: 8}, []),
-        ("grpo", "DeepSeek-V3", 32, {TP: 2, PP: 16, EP: 8}, [(8, 2), (4, 4)]),
+        pytest.param(
+            *("grpo", "DeepSeek-V3", 32, {TP: 2, PP: 16, EP: 8}, [(8, 2), (4, 4)]),
+            marks=pytest.mark.release(
+                twin="tests/ops/plan/test_plan_layout_choice.py::test_the_smallest_model_parallelism_that_fits"
+            ),
+        ),
     ],
 )
 def test_the_smallest_model_parallelism_that_fits(name, model, nodes, parallel, smaller):
