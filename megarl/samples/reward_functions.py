@@ -233,8 +233,16 @@ def _spec(config: ScoredJobConfig, name: str, workers: int) -> FunctionSpec:
         return FunctionSpec(name, _judge_arguments(keys) | user_arguments, limit, share)
     if name == "code":
         sandbox = keys.sandbox
-        arguments = dataclasses.asdict(sandbox)
-        del arguments["max_concurrent"]
+        arguments: dict[str, Any] = {
+            "url": sandbox.url,
+            "memory_limit_mb": sandbox.memory_limit_mb,
+            "timeout_s": sandbox.timeout_s,
+            "max_processes": sandbox.max_processes,
+            "disk_mb": sandbox.disk_mb,
+            "max_cases": sandbox.max_cases,
+            "continuous": sandbox.continuous,
+            "allow_unfiltered": sandbox.allow_unfiltered,
+        }
         limit = (sandbox.max_cases or _CASES_WITHOUT_LIMIT) * 2 * sandbox.timeout_s + _MARGIN_S
         share = -(-sandbox.max_concurrent // workers) if sandbox.url else 1
         return FunctionSpec(name, arguments | user_arguments, limit, share)
@@ -242,13 +250,21 @@ def _spec(config: ScoredJobConfig, name: str, workers: int) -> FunctionSpec:
 
 
 def _judge_arguments(keys: RewardConfig) -> dict[str, Any]:
-    arguments = dataclasses.asdict(keys.judge)
-    path, _ = arguments.pop("template_path"), arguments.pop("max_concurrent")
-    if path is not None:
-        arguments["template"] = Path(path).expanduser().read_text(encoding="utf-8")
-    if arguments["template"] is None:
-        del arguments["template"]
-    return arguments
+    judge = keys.judge
+    template = judge.template
+    if judge.template_path is not None:
+        template = Path(judge.template_path).expanduser().read_text(encoding="utf-8")
+    arguments = {
+        "base_url": judge.base_url,
+        "model": judge.model,
+        "score_pattern": judge.score_pattern,
+        "score_range": list(judge.score_range),
+        "max_tokens": judge.max_tokens,
+        "temperature": judge.temperature,
+        "timeout_s": judge.timeout_s,
+        "api_key_env": judge.api_key_env,
+    }
+    return arguments if template is None else arguments | {"template": template}
 
 
 def num_processes(keys: RewardConfig) -> int:
