@@ -357,7 +357,7 @@ class _CapturedStream(WrappedStream):
         self._is_logging = False
 
     def isatty(self) -> bool:
-        return self._stream.isatty()
+        return not self._stream.closed and self._stream.isatty()
 
     def write(self, text: str) -> int:
         by_line = self._console.shows_bars

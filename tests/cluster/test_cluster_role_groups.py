@@ -21,13 +21,13 @@ WORKERS = {
     "CriticGroup": "critic.CriticWorker",
     "KTOGroup": "kto.KTOWorker",
     "PreferenceGroup": "preference.PreferenceWorker",
-    "ReferenceGroup": "reference.ReferenceWorker",
+    "ReferenceGroup": "frozen.ReferenceWorker",
     "RewardModelGroup": "reward_model.RewardModelWorker",
     "RewardTrainingGroup": "reward_model.RewardTrainingWorker",
     "RolloutGroup": "rollout.RolloutWorker",
     "RolloutNodeGroup": "rollout.RolloutNodeWorker",
-    "SFTGroup": "sft.SFTWorker",
-    "TeacherGroup": "teacher.TeacherWorker",
+    "SFTGroup": "supervised.SFTWorker",
+    "TeacherGroup": "frozen.TeacherWorker",
 }
 ONE_RANK = {"accept", "completions", "forget"}
 """Verbs of ``Dispatch.RANK``, which are called on handles only."""
