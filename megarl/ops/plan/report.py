@@ -146,7 +146,7 @@ def _sync(sync: SyncTraffic) -> ReportSection:
 
 
 def _verdict(plan: Estimate, suggestion: Changes | None) -> ReportSection:
-    fullest = max(plan.memory.phases, key=lambda memory: memory.nbytes)
+    fullest = plan.memory.peak
     lines = [
         f"memory: {fullest.phase} is the fullest, {fullest.nbytes / max(1.0, plan.usable_bytes):.0%} of the "
         f"usable memory, most of it {fullest.dominant.owner} {fullest.dominant.name}",
@@ -245,8 +245,14 @@ def _step_values(step: StepCost) -> dict[str, Any]:
         phases[phase.phase] = {"flops": phase.flops, "shares_of_cost": shares}
         if step.is_calibrated:
             phases[phase.phase] |= {"seconds": phase.cost.total, "mfu": step.mfu_of(phase)}
-    speeds = {"seconds": step.total, "tokens_per_second_per_device": step.throughput, "mfu": step.mfu}
-    return {"phases": phases, **(speeds if step.is_calibrated else {})}
+    return {"phases": phases, **speeds(step)}
+
+
+def speeds(step: StepCost) -> dict[str, float]:
+    """Return the predicted speeds of a step; empty without a calibration."""
+    if not step.is_calibrated:
+        return {}
+    return {"seconds": step.total, "tokens_per_second_per_device": step.throughput, "mfu": step.mfu}
 
 
 def _memory_values(parts: Sequence[Component]) -> dict[str, Any]:
