@@ -186,18 +186,16 @@ def _differing(config: Config, changes: Changes) -> dict[str, Any]:
 
 def search_sections(result: SearchResult) -> list[ReportSection]:
     """Return the report of a layout search."""
-    lines = [
-        f"{result.evaluated:,} layouts of single roles compared, {result.planned:,} combinations planned on "
-        f"{result.hardware.name}"
-    ]
+    counts = f"{result.evaluated:,} layouts of single roles compared, {result.planned:,} combinations planned"
+    lines = [f"{counts} on {result.hardware.name}"]
     if not result.best:
         return [ReportSection("Search", [*lines, "none fits: offload more, recompute, or use more nodes"])]
     rows = [_candidate_row(number, result) for number in range(len(result.best))]
+    costs = ["tok/s/device", "step s", "MFU"]
     if not result.best[0].estimate.step.is_calibrated:
-        head = ["", "cost", "fullest", "layouts"]
+        costs = ["cost"]
         lines.append("cost of a step, relative to the first layout; no run has calibrated this hardware (--calibrate)")
-    else:
-        head = ["", "tok/s/device", "step s", "MFU", "fullest", "layouts"]
+    head = ["", *costs, "fullest", "layouts"]
     overrides = [
         f"{number}: {' '.join(overrides_of(candidate.changes)) or '(as configured)'}"
         for number, candidate in enumerate(result.best, 1)
