@@ -89,11 +89,6 @@ class MemoryPlan:
     kv: KVCacheCapacity | None  # KV cache of one rollout replica; None without a rollout or with an external one
 
     @property
-    def peak(self) -> PhaseMemory:
-        """The phase with the highest device memory."""
-        return max(self.phases, key=lambda phase: phase.nbytes)
-
-    @property
     def host_bytes(self) -> int:
         """Host memory of the fullest node."""
         return sum(component.nbytes for component in self.host)

@@ -146,7 +146,7 @@ def _sync(sync: SyncTraffic) -> ReportSection:
 
 
 def _verdict(plan: Estimate, suggestion: Changes | None) -> ReportSection:
-    fullest = plan.memory.peak
+    fullest = max(plan.memory.phases, key=lambda memory: memory.nbytes)
     lines = [
         f"memory: {fullest.phase} is the fullest, {fullest.nbytes / max(1.0, plan.usable_bytes):.0%} of the "
         f"usable memory, most of it {fullest.dominant.owner} {fullest.dominant.name}",

@@ -213,7 +213,8 @@ def _candidate_row(number: int, result: SearchResult) -> list[str]:
     costs = [f"{step.total / first.total:.2f}"]
     if step.is_calibrated:
         costs = [rough(step.throughput), rough(step.total), f"{step.mfu:.0%}"]
-    return [str(number + 1), *costs, f"{plan.memory.peak.nbytes / plan.usable_bytes:.0%}", ", ".join(parts)]
+    fullest = max(phase.nbytes for phase in plan.memory.phases)
+    return [str(number + 1), *costs, f"{fullest / plan.usable_bytes:.0%}", ", ".join(parts)]
 
 
 def search_json(result: SearchResult) -> str:
@@ -222,7 +223,7 @@ def search_json(result: SearchResult) -> str:
         {
             "overrides": overrides_of(candidate.changes),
             "relative_cost": candidate.estimate.step.total / result.best[0].estimate.step.total,
-            "peak_bytes": candidate.estimate.memory.peak.nbytes,
+            "peak_bytes": max(phase.nbytes for phase in candidate.estimate.memory.phases),
             **speeds(candidate.estimate.step),
         }
         for candidate in result.best
