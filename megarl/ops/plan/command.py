@@ -1,4 +1,4 @@
-"""``megarl plan``: plans a configuration, or calibrates a hardware file by runs.
+"""``megarl plan``: plans a configuration, searches for layouts, or calibrates a hardware file by runs.
 
 The efficiency of a phase is its cost at peak speeds over the median of its measured seconds (``timing_s/<phase>``), the
 geometric mean over several runs. It covers what the cost leaves out: narrow products, launches, calls between
@@ -37,6 +37,7 @@ from megarl.ops.plan.report import (
     plan_sections,
     print_report,
 )
+from megarl.ops.plan.search import SearchResult, search, search_json, search_sections
 from megarl.ops.report.run_files import NoRunError, find_runs, read_run
 from megarl.tracking.jsonl_files import METRICS_FILE, MetricsRow
 
@@ -49,6 +50,7 @@ JOBS: dict[str, tuple[type[Any], str]] = {
 }
 """Jobs that can be planned: schema and default configuration."""
 EXIT_DOES_NOT_FIT = 1
+DEFAULT_TOP = 10  # default number of layouts that a search lists
 
 
 class Calibration(NamedTuple):
@@ -139,12 +141,15 @@ def fit(runs: Sequence[MeasuredRun]) -> Calibration:
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Plan a configuration; returns 0, 1 if it does not fit, or 2 for wrong input."""
+    """Plan a configuration or search for layouts; returns 0, 1 if nothing fits, or 2 for wrong input."""
     parser = _parser()
     options = parser.parse_intermixed_args(argv)
-    if options.calibrate and options.overrides:
-        parser.error("--calibrate takes the configurations of its runs: no KEY=VALUE")
-    return exit_code(lambda: _calibrate(options) if options.calibrate else _plan(options))
+    if options.top is not None and not (options.search and options.top > 0):
+        parser.error("--top needs --search, and a number of at least 1")
+    if options.calibrate and (options.overrides or options.search):
+        parser.error("--calibrate takes the configurations of its runs: no KEY=VALUE, no --search")
+    action = _calibrate if options.calibrate else _search if options.search else _plan
+    return exit_code(lambda: action(options))
 
 
 def _plan(options: argparse.Namespace) -> int:
@@ -154,9 +159,7 @@ def _plan(options: argparse.Namespace) -> int:
         layouts.append(automatic_layout(build, fixed, options.hardware))
         return layouts[-1]
 
-    schema, name = JOBS[options.job]
-    name = options.config_name or name
-    config = compose(ConfigRequest(schema, name, tuple(options.overrides), options.config_dir), choose)
+    config = compose(_request(options, options.overrides), choose)
     for line in (line for layout in layouts for line in layout_lines(layout)):
         print(line, file=sys.stderr if options.json else sys.stdout)
     hardware = (hardware_for if layouts else hardware_of)(config, options.hardware)
@@ -168,6 +171,29 @@ def _plan(options: argparse.Namespace) -> int:
     else:
         print_report(plan_sections(planned, suggestion), Console())
     return 0 if planned.fits else EXIT_DOES_NOT_FIT
+
+
+def _search(options: argparse.Namespace) -> int:
+    results: list[SearchResult] = []
+
+    def choose(build: Callable[[Changes], Any], _: frozenset[str]) -> SearchResult:
+        config = build({})
+        hardware, lengths = hardware_of(config, options.hardware), lengths_of(config, options.lengths)
+        results.append(search(config, hardware, lengths, options.top or DEFAULT_TOP))
+        return results[0]
+
+    # layout=auto passes on the configuration before the checks that an invalid layout fails
+    compose(_request(options, [*options.overrides, "layout=auto"]), choose)
+    if options.json:
+        print(search_json(results[0]))
+    else:
+        print_report(search_sections(results[0]), Console())
+    return 0 if results[0].best else EXIT_DOES_NOT_FIT
+
+
+def _request(options: argparse.Namespace, overrides: Sequence[str]) -> ConfigRequest[Any]:
+    schema, name = JOBS[options.job]
+    return ConfigRequest(schema, options.config_name or name, tuple(overrides), options.config_dir)
 
 
 def _calibrate(options: argparse.Namespace) -> int:
@@ -205,5 +231,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--calibrate", nargs="+", type=Path, metavar="RUN", help=text)
     text = "with --calibrate: the hardware file to write"
     parser.add_argument("--out", type=Path, metavar="FILE", default=Path("calibrated.yaml"), help=text)
+    parser.add_argument("--search", action="store_true", help="find the layouts of the lowest cost that fit")
+    parser.add_argument("--top", type=int, metavar="N", help=f"with --search: layouts to list ({DEFAULT_TOP})")
     parser.add_argument("--json", action="store_true", help="print JSON")
     return parser

@@ -67,10 +67,10 @@ def _uniform_layouts(config: Config) -> Iterator[dict[str, Any]]:
     trainer, rollout = config.trainer, isinstance(config, TrainConfig)
     sections = ["actor_rollout_ref.actor.megatron", "critic.megatron"] if rollout else ["megatron"]
     devices = trainer.num_devices
-    for replica in _powers(trainer.n_gpus_per_node if rollout else 1):
+    for replica in powers(trainer.n_gpus_per_node if rollout else 1):
         engine = {f"{ROLLOUT}.tensor_model_parallel_size": replica, f"{ROLLOUT}.replicas": None} if rollout else {}
         for pp in (pp for pp in range(1, devices + 1) if devices % pp == 0):
-            for tp in (tp for tp in _powers(trainer.n_gpus_per_node) if devices // pp % tp == 0):
+            for tp in (tp for tp in powers(trainer.n_gpus_per_node) if devices // pp % tp == 0):
                 sizes = {TP: tp, PP: pp, **_WITHOUT_OTHER_SPLITS}
                 yield engine | {f"{section}.{key}": value for section in sections for key, value in sizes.items()}
 
@@ -97,13 +97,13 @@ def layouts(
         fixed: sizes that stay, by key of the role's layout.
     """
     model = role.model
-    for tp in _sizes(fixed, TP, _powers(min(per_node, devices))):
+    for tp in _sizes(fixed, TP, powers(min(per_node, devices))):
         if model.num_key_value_heads % tp:
             continue  # rejected by the checks, independent of the other sizes
         for pp in _sizes(fixed, PP, range(1, min(devices // tp, model.num_layers) + 1)):
             if devices % (tp * pp):
                 continue
-            for cp in _sizes(fixed, CP, _powers(min(devices // (tp * pp), max(1, longest // MIN_CONTEXT)))):
+            for cp in _sizes(fixed, CP, powers(min(devices // (tp * pp), max(1, longest // MIN_CONTEXT)))):
                 if devices % (tp * pp * cp):
                     continue
                 sizes = {TP: tp, PP: pp, CP: cp}
@@ -154,12 +154,13 @@ def _experts(model: ModelConfig, ranks: int, fixed: Mapping[str, Any]) -> Iterat
     if model.experts is None:
         yield {}
         return
-    for ep in _sizes(fixed, EP, _powers(min(model.experts.count, ranks))):
+    for ep in _sizes(fixed, EP, powers(min(model.experts.count, ranks))):
         if model.experts.count % ep == 0 and ranks % ep == 0:
             yield {EP: ep, "expert_tensor_parallel_size": 1}
 
 
-def _powers(most: int) -> Iterator[int]:
+def powers(most: int) -> Iterator[int]:
+    """Yield the powers of two up to a number."""
     size = 1
     while size <= most:
         yield size

@@ -245,8 +245,14 @@ def _step_values(step: StepCost) -> dict[str, Any]:
         phases[phase.phase] = {"flops": phase.flops, "shares_of_cost": shares}
         if step.is_calibrated:
             phases[phase.phase] |= {"seconds": phase.cost.total, "mfu": step.mfu_of(phase)}
-    speeds = {"seconds": step.total, "tokens_per_second_per_device": step.throughput, "mfu": step.mfu}
-    return {"phases": phases, **(speeds if step.is_calibrated else {})}
+    return {"phases": phases, **speeds(step)}
+
+
+def speeds(step: StepCost) -> dict[str, float]:
+    """Return the predicted speeds of a step; empty without a calibration."""
+    if not step.is_calibrated:
+        return {}
+    return {"seconds": step.total, "tokens_per_second_per_device": step.throughput, "mfu": step.mfu}
 
 
 def _memory_values(parts: Sequence[Component]) -> dict[str, Any]:

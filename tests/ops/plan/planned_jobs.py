@@ -2,12 +2,17 @@
 
 from __future__ import annotations
 
+from contextlib import suppress
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from megarl.config import TrainConfig
 from megarl.config.build import build
+from megarl.config.compose import ConfigRequest, compose
+from megarl.config.problems import InvalidConfigError
 from megarl.ops.plan.job import PlannedJob, planned_job
+from megarl.ops.plan.layout_choice import AutomaticLayout
 
 MODELS = Path(__file__).parent / "models"
 
@@ -55,3 +60,16 @@ def train_config(
 
 def train_job(*args: Any, **sections: Any) -> PlannedJob:
     return planned_job(train_config(*args, **sections))
+
+
+def draft(requested: ConfigRequest[Any]) -> Any:
+    """Return the configuration from which ``layout=auto`` chooses: its layouts and batches may not divide."""
+    built = []
+
+    def choose(build: Any, _: frozenset[str]) -> AutomaticLayout:
+        built.append(build({}))
+        return AutomaticLayout((), None)
+
+    with suppress(InvalidConfigError):
+        compose(replace(requested, overrides=(*requested.overrides, "layout=auto")), choose)
+    return built[0]

@@ -115,6 +115,31 @@ def test_calibrated_hardware_gives_seconds_and_an_incomplete_one_does_not(capsys
     assert "seconds" not in step["partial"]
 
 
+def test_layout_search_of_asynchronous_training_is_refused(capsys):
+    code, _, error = run(capsys, *ASYNC, "--search")
+    assert code == 2 and "async_training.mode=disaggregated" in error and "[plan.search-async]" in error
+
+
+def test_layout_search_of_a_command_whose_layout_does_not_divide(capsys):
+    invalid = "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=3"
+    arguments = [*LLAMA, FULL, invalid, "--hardware=h200"]
+    code, _, error = run(capsys, *arguments)
+    assert code == 2 and invalid in error
+    code, text, _ = run(capsys, *arguments, "--search", "--top=1", "--json")
+    assert code == 0
+    code, text, _ = run(capsys, *arguments, *json.loads(text)["best"][0]["overrides"])
+    assert code == 0 and "It fits" in text
+
+
+def test_layout_search(capsys):
+    code, text, _ = run(capsys, *LLAMA, FULL, "--hardware=h200", "--search", "--top=2", "--json")
+    best = json.loads(text)["best"]
+    assert code == 0 and len(best) == 2
+    assert best[0]["relative_cost"] == 1 <= best[1]["relative_cost"] and "seconds" not in best[0]
+    code, text, _ = run(capsys, *LLAMA, FULL, "--hardware=h200", "--search", "--top=2")
+    assert code == 0 and f"1: {' '.join(best[0]['overrides'])}" in text
+
+
 @pytest.mark.parametrize("job", ["sft", "reward-model"])
 def test_supervised_jobs(capsys, job):
     code, text, _ = run(
@@ -157,9 +182,17 @@ def test_errors_have_exit_code_two(capsys, argument, named, end):
     assert code == 2 and named in error and end in error
 
 
-def test_a_calibration_takes_no_configuration(capsys):
+@pytest.mark.parametrize("arguments", [["--top=3"], ["--search", "--top=0"]])
+def test_top_is_a_positive_number_of_a_search(capsys, arguments):
     with pytest.raises(SystemExit) as stopped:
-        main(["plan", "--calibrate", "run", "--out=x", "trainer.nnodes=2"])
+        main(["plan", *LLAMA, *arguments])
+    assert stopped.value.code == 2 and "--top needs --search" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("argument", ["trainer.nnodes=2", "--search"])
+def test_a_calibration_takes_no_configuration(capsys, argument):
+    with pytest.raises(SystemExit) as stopped:
+        main(["plan", "--calibrate", "run", "--out=x", argument])
     assert stopped.value.code == 2 and "--calibrate" in capsys.readouterr().err
 
 

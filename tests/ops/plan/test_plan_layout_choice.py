@@ -1,13 +1,12 @@
 """Chosen layouts fit and pass all checks; smaller model parallelism does not fit, and values set by hand stay."""
 
 import json
-from contextlib import suppress
 from dataclasses import replace
 from pathlib import Path
 
 import pytest
 import yaml
-from planned_jobs import MODELS, megatron, train_config
+from planned_jobs import MODELS, draft, megatron, train_config
 from support.expected_errors import raises
 
 from megarl.base import nvidia_smi
@@ -16,12 +15,12 @@ from megarl.cli import main
 from megarl.config import PreferenceConfig, SFTConfig, TrainConfig
 from megarl.config.compose import ConfigRequest, compose
 from megarl.config.keys import value_at
-from megarl.config.problems import InvalidConfigError, format_value
+from megarl.config.problems import format_value
 from megarl.ops.jobs.table import compose_job
 from megarl.ops.plan.estimate import shortfalls, usable_bytes
 from megarl.ops.plan.hardware import gpu_hardware, read_hardware
 from megarl.ops.plan.job import planned_job
-from megarl.ops.plan.layout_choice import AutomaticLayout, NothingFitsError, choose_layout
+from megarl.ops.plan.layout_choice import NothingFitsError, choose_layout
 from megarl.ops.plan.layouts import initial_changes, layouts
 from megarl.ops.plan.memory import plan_memory
 
@@ -34,19 +33,6 @@ def request(schema, name, model, *extra):
     path = "actor_rollout_ref.model.path" if schema is TrainConfig else "model.path"
     engine = ("actor_rollout_ref.rollout.name=sglang",) if schema is TrainConfig else ()
     return ConfigRequest(schema, name, ("data.train_files=none", f"{path}={MODELS / model}", *engine, *extra))
-
-
-def draft(requested):
-    """Return the configuration from which ``layout=auto`` chooses: its layouts and batches may not divide."""
-    built = []
-
-    def choose(build, _):
-        built.append(build({}))
-        return AutomaticLayout((), None)
-
-    with suppress(InvalidConfigError):
-        compose(replace(requested, overrides=(*requested.overrides, "layout=auto")), choose)
-    return built[0]
 
 
 def chosen(requested, fixed=(), hardware="h100"):
