@@ -104,6 +104,7 @@ def swap(place, path, setup):
         return {
             "logs": [first, trained, swapped, again, after_error],
             "second_step": built.weights.to_host(),
+            "description": built.describe(),
         }
 
 
@@ -129,6 +130,8 @@ def test_swapped_weights_are_restored_exactly(pool, tmp_path, dtype):
         assert not torch.equal(first, trained)
         for name, tensor in plain.items():
             assert torch.equal(answer["second_step"][name], tensor), name
+    kernels = "layers: torch, attention: torch's, length by length, Adam: torch's, Megatron-Core 0."
+    assert answers[0]["description"].startswith(f"TP2 PP1 DP2 on cpu in {str(dtype).removeprefix('torch.')}; {kernels}")
 
 
 def step_without_optimizer(place, path):

@@ -1,4 +1,4 @@
-"""Attention with sinks equals transformers', with gradients, in chunks of any size, with and without a window."""
+"""Attention with sinks equals transformers'; torch's kernels, and grouped queries without a kernel for them."""
 
 from __future__ import annotations
 
@@ -97,9 +97,9 @@ def test_repeated_key_value_heads_equal_grouped_queries(monkeypatch, masked):
 
     grouped = attend()
     expected = torch.autograd.grad(grouped, (query, key, value), seed)
-    plain = mock.Mock(side_effect=F.scaled_causal_attention)
+    plain = mock.Mock(side_effect=F.scaled_dot_product_attention)
     monkeypatch.setattr(functional, "lacks_grouped_kernel", lambda query, value, mask: True)
-    monkeypatch.setattr(F, "scaled_causal_attention", plain)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", plain)
     repeated = attend()
     assert [heads.shape[1] for heads in plain.call_args.args] == [4, 4, 4]
     torch.testing.assert_close(repeated, grouped)
@@ -114,7 +114,7 @@ def test_gpu_takes_no_kernel_of_cudnn(monkeypatch):
         flags = torch.backends.cuda
         allowed.append((flags.cudnn_sdp_enabled(), flags.flash_sdp_enabled(), flags.mem_efficient_sdp_enabled()))
 
-    monkeypatch.setattr(F, "scaled_causal_attention", choose)
+    monkeypatch.setattr(F, "scaled_dot_product_attention", choose)
     query = mock.Mock(is_cuda=True, dtype=torch.bfloat16, shape=(1, 2, 3, 8))
     before = torch.backends.cuda.cudnn_sdp_enabled()
     causal_attention(query, query, query)

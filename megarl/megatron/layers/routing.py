@@ -146,14 +146,12 @@ class RouterState:
         A checkpointed layer computes its forward without gradients, and again with gradients when its backward begins.
         A chunk's backward passes follow the order of its forward passes.
         """
-        current, trains = self.shared.current, self.shared.run.trains
-        if not trains or current is None:
-            return current, False
-        if not torch.is_grad_enabled():
-            self.due.append(current)
-            return current, False
-        if self.due:
-            return self.due.popleft(), True
+        current = self.shared.current
+        if self.shared.run.trains and current is not None:
+            if not torch.is_grad_enabled():
+                self.due.append(current)
+            elif self.due:
+                return self.due.popleft(), True
         return current, False
 
     def replayed(self, tokens: RoutedTokens | None, chosen: Tensor) -> Tensor:
