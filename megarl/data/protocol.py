@@ -27,8 +27,8 @@ PARTITION_COLUMNS = {"attention_mask", "responses", "rejected", "kl_sequence", "
 class DataProto:
     """Rows of tensors and Python objects, with metadata of the whole batch.
 
-    Methods return new batches and do not change this one; new batches may share memory with the old one. Token columns
-    have no padding: :meth:`padded` copies one to a padded tensor, :meth:`packed` reads it without.
+    Methods return new batches and do not change this one, except :meth:`pop`; new batches may share memory with the old
+    one. Token columns have no padding: :meth:`padded` copies one to a padded tensor, :meth:`packed` reads it without.
 
     Args:
         batch: tensors ``[rows, ...]`` by column; None if the batch has no tensors.
@@ -102,6 +102,15 @@ class DataProto:
         tensors, non_tensors = _checked(tensors or {}), non_tensors or {}
         objects = {name: object_array(values) for name, values in non_tensors.items()}
         return cls(tensors, objects, dict(meta_info or {}))
+
+    @classmethod
+    def from_single_dict(
+        cls, data: Mapping[str, Tensor | Sequence[Any] | np.ndarray], meta_info: Mapping[str, Any] | None = None
+    ) -> DataProto:
+        """Build a batch from mixed columns: tensors become tensor columns, other values non-tensor columns."""
+        tensors = {name: values for name, values in data.items() if isinstance(values, Tensor)}
+        others = {name: values for name, values in data.items() if not isinstance(values, Tensor)}
+        return cls.from_dict(tensors, others, meta_info)
 
     def unpadded(self, name: str, dtype: torch.dtype | None = None) -> list[Tensor]:
         """Return a declared column's entries by row, each ``[length, ...]``; see :meth:`packed`."""
@@ -255,6 +264,26 @@ class DataProto:
         kinds = (self.tensors.stored, self.non_tensor_batch)
         return self.select(*([name for name in names if name in kind] for kind in kinds))
 
+    def pop(
+        self,
+        batch_keys: Sequence[str] = (),
+        non_tensor_batch_keys: Sequence[str] = (),
+        meta_info_keys: Sequence[str] = (),
+    ) -> DataProto:
+        """Remove keys from this batch and return them as a new batch.
+
+        Raises:
+            DataError: a key is missing; the batch is then unchanged.
+        """
+        taken = self.select(batch_keys, non_tensor_batch_keys, meta_info_keys)
+        if PARTITION_COLUMNS & {*batch_keys, *non_tensor_batch_keys}:
+            self.partitions = {}
+        self.tensors = self.tensors.only([name for name in self.tensors if name not in batch_keys])
+        for mapping, keys in ((self.non_tensor_batch, non_tensor_batch_keys), (self.meta_info, meta_info_keys)):
+            for key in keys:
+                del mapping[key]
+        return taken
+
     def with_columns(
         self,
         tensors: Mapping[str, Tensor] | None = None,
@@ -294,9 +323,16 @@ class DataProto:
     def _partition_columns(self) -> AbstractSet[str]:
         return PARTITION_COLUMNS & {*self.tensors, *self.non_tensor_batch}
 
-    def repeat(self, times: int) -> DataProto:
-        """Repeat each row ``times`` times, adjacent: ``a a b b``."""
-        return self[np.repeat(np.arange(len(self)), times)]
+    def repeat(self, times: int, interleave: bool = True) -> DataProto:
+        """Repeat each row ``times`` times: ``a a b b`` interleaved, ``a b a b`` otherwise.
+
+        Raises:
+            DataError: ``times`` is below 1.
+        """
+        if times < 1:
+            raise DataError(f"times must be at least 1, got {times}", code="batch.repeat-count")
+        rows = np.arange(len(self))
+        return self[np.repeat(rows, times) if interleave else np.tile(rows, times)]
 
     def reorder(self, indices: Sequence[int] | np.ndarray | Tensor) -> DataProto:
         """Permute rows: row ``i`` of the result is row ``indices[i]`` of this batch.
@@ -309,6 +345,28 @@ class DataProto:
             text = f"indices must name each of the {len(self)} rows once, got {order.tolist()!s:.200}"
             raise DataError(text, code="batch.row-order")
         return self[order]
+
+    def split(self, sizes: Sequence[int]) -> list[DataProto]:
+        """Split into consecutive parts of the given sizes.
+
+        Raises:
+            DataError: the sizes do not add up to the batch.
+        """
+        if sum(sizes) != len(self) or min(sizes, default=0) < 0:
+            raise DataError(f"the sizes {list(sizes)} must add up to {len(self)} rows", code="batch.split-sizes")
+        ends = np.cumsum(sizes).tolist()
+        return [self[end - size : end] for size, end in zip(sizes, ends, strict=True)]
+
+    def chunk(self, chunks: int) -> list[DataProto]:
+        """Split into ``chunks`` consecutive parts of equal size.
+
+        Raises:
+            DataError: the rows do not divide; use :meth:`pad_to_divisor` first.
+        """
+        if chunks < 1 or len(self) % chunks:
+            text = f"{len(self)} rows cannot be cut into {chunks} equal chunks; use pad_to_divisor or split"
+            raise DataError(text, code="batch.not-divisible")
+        return self.split([len(self) // chunks] * chunks)
 
     @staticmethod
     def concat(parts: Sequence[DataProto], rows: np.ndarray | None = None) -> DataProto:

@@ -21,6 +21,19 @@ from megarl.rollout.request_scheduler import PendingRequest, RequestScheduler
 from megarl.tracing import TRACER, counter, past_span
 
 
+logger = logging.getLogger(__name__)
+
+WAIT_S = 1.0
+"""Seconds after which a replica without a completion reports that it works."""
+REST_S = 0.02
+"""Seconds between two reports of a replica. A completion leaves at once, but several requests often end together, and
+each report costs as much as a decoding step of a small model."""
+MOST_MOVES = 2
+"""A request that this many replicas were lost with is probably the cause."""
+PROMPT_TOKEN_COST = 0.1
+"""Cost of a prompt token relative to a response token: prompt tokens are computed thousands at a time."""
+
+
 @dataclass
 class RouterStats:
     """Statistics of a router.
@@ -112,21 +125,6 @@ class _RequestSpans:
             for replica in scheduler.replicas:
                 counter(f"replica {replica} requests", busy=len(scheduler.held(replica)))
             counter("requests waiting", waiting=scheduler.waiting)
-
-
-logger = logging.getLogger(__name__)
-
-WAIT_S = 1.0
-"""Seconds after which a replica without a completion reports that it works."""
-REST_S = 0.02
-"""Seconds between two reports of a replica. A completion leaves at once, but several requests often end together, and
-each report costs as much as a decoding step of a small model."""
-
-# A request that this many replicas were lost with is probably the cause.
-MOST_MOVES = 2
-
-# Cost of a prompt token relative to a response token: prompt tokens are computed thousands at a time.
-PROMPT_TOKEN_COST = 0.1
 
 
 class ReplicaLost(RolloutError):

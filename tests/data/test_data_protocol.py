@@ -69,7 +69,7 @@ def test_declared_columns_must_have_their_shape(tensors, code, values):
 
 
 def test_nested_lists_stay_one_value_per_row():
-    batch = DataProto.from_dict({"a": torch.zeros(2)}, {"raw_prompt": [[1, 2], [3, 4]], "n": np.array([5, 6])})
+    batch = DataProto.from_single_dict({"a": torch.zeros(2), "raw_prompt": [[1, 2], [3, 4]], "n": np.array([5, 6])})
     assert batch.non_tensor_batch["raw_prompt"].shape == (2,)
     assert batch.non_tensor_batch["raw_prompt"][1] == [3, 4]
     assert type(batch.non_tensor_batch["n"][0]) is int
@@ -106,7 +106,7 @@ def test_indexing():
         batch[np.ones(4, dtype=bool)]
 
 
-def test_select_names_the_missing_key():
+def test_select_and_pop_name_the_missing_key():
     batch = numbered(3, step=1)
     assert set(batch.select(["number"]).batch.keys()) == {"number"}
     assert set(batch.select(["number"], []).non_tensor_batch) == set()
@@ -117,7 +117,13 @@ def test_select_names_the_missing_key():
         "[batch.missing-column]"
     )
     with raises("batch.missing-column", "non-tensor column 'x'"):
-        batch.select(["number"], ["x"])
+        batch.pop(["number"], ["x"])
+    taken = batch.pop(["number"], ["name"])
+    assert len(taken) == 3
+    assert set(taken.batch.keys()) == {"number"}
+    assert set(batch.batch.keys()) == {"square"}
+    assert batch.non_tensor_batch == {}
+    assert batch.meta_info == {"step": 1}
 
 
 def test_union():
@@ -150,9 +156,13 @@ def test_with_columns_replaces_and_leaves_the_original():
 
 
 @QUICK
-@given(st.integers(0, 12), st.integers(1, 4))
-def test_repeat(rows, times):
-    assert rows_of(numbered(rows).repeat(times)) == [row for row in range(rows) for _ in range(times)]
+@given(st.integers(0, 12), st.integers(1, 4), st.booleans())
+def test_repeat(rows, times, interleave):
+    repeated = rows_of(numbered(rows).repeat(times, interleave))
+    if interleave:
+        assert repeated == [row for row in range(rows) for _ in range(times)]
+    else:
+        assert repeated == list(range(rows)) * times
 
 
 @QUICK
@@ -172,12 +182,28 @@ def test_reorder_rejects_non_permutations(indices):
 
 @QUICK
 @given(st.integers(1, 5), st.integers(0, 4))
-def test_slices_and_concat_are_inverse(chunks, each):
+def test_chunk_and_concat_are_inverse(chunks, each):
     batch = numbered(chunks * each, step=1)
-    parts = [batch[part * each : (part + 1) * each] for part in range(chunks)]
+    parts = batch.chunk(chunks)
+    assert [len(part) for part in parts] == [each] * chunks
     joined = DataProto.concat(parts)
     assert rows_of(joined) == list(range(chunks * each))
     assert joined.meta_info == {"step": 1}
+
+
+@QUICK
+@given(st.lists(st.integers(0, 4), max_size=6))
+def test_split_sizes(sizes):
+    parts = numbered(sum(sizes)).split(sizes)
+    assert [len(part) for part in parts] == sizes
+    assert [row for part in parts for row in rows_of(part)] == list(range(sum(sizes)))
+
+
+def test_chunk_and_split_reject_wrong_sizes():
+    with raises("batch.not-divisible", 7, 2):
+        numbered(7).chunk(2)
+    with raises("batch.split-sizes", [3, 3], 7):
+        numbered(7).split([3, 3])
 
 
 @QUICK
