@@ -20,7 +20,6 @@ from megarl.rollout.interface import Completion, Request, RolloutError, Sampling
 from megarl.rollout.request_scheduler import PendingRequest, RequestScheduler
 from megarl.tracing import TRACER, counter, past_span
 
-
 logger = logging.getLogger(__name__)
 
 WAIT_S = 1.0
@@ -109,8 +108,7 @@ class _RequestSpans:
 
     def finished(self, replica: int, request: str, prompt: int, tokens: int | None) -> None:
         """Record the end of a request; ``tokens`` is None if the replica lost or aborted it."""
-        started = self._started.pop((replica, request), None)
-        if started is not None:
+        if (started := self._started.pop((replica, request), None)) is not None:
             start, lane = started
             heapq.heappush(self._free[replica], lane)
             name = f"replica {replica} place {lane}"
@@ -253,10 +251,9 @@ class Router:
             self._connections[number].abort(self._scheduler.held(number))
             self._scheduler.close(number)
         for number, replica in replicas.items():
-            connection = self._connections.get(number)
-            if connection is not None and connection.replica == replica:
-                continue
-            if connection is not None:
+            if (connection := self._connections.get(number)) is not None:
+                if connection.replica == replica:
+                    continue
                 self._requeue(number, "another process has taken its place")
             self._join(number, replica)
             self._start_pump(number)
