@@ -207,6 +207,16 @@ def walk(schema: Any, prefix: str = "") -> Iterator[tuple[str, Key]]:
 
     Sections with free names have paths only in an instance.
     """
+    return iter(_keys_below(schema)) if isinstance(schema, type) and not prefix else _walk(schema, prefix)
+
+
+@cache
+def _keys_below(schema: type) -> tuple[tuple[str, Key], ...]:
+    """The keys of a class, which a search for a layout asks for hundreds of times."""
+    return tuple(_walk(schema, ""))
+
+
+def _walk(schema: Any, prefix: str) -> Iterator[tuple[str, Key]]:
     for item in keys_of(schema):
         path = f"{prefix}.{item.name}" if prefix else item.name
         yield path, item

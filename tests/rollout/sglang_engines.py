@@ -32,10 +32,13 @@ _SKIPPED = {
         "test_top_k_and_top_p_sample_only_likely_tokens",
     },
 }
-# Cases that would start an engine once more.
+# Cases that would start an engine once more, and a slow one that the engine in process has, too.
 _NOT_IN_CI = {
     IN_PROCESS: {"test_a_new_engine_is_stale", "test_shutdown_is_final", _STOP_STRINGS},
-    TWO_RANKS: {"test_a_stop_string_ends_a_response_that_ignores_stop_tokens"},
+    TWO_RANKS: {
+        "test_a_stop_string_ends_a_response_that_ignores_stop_tokens",
+        "test_an_aborted_request_returns_its_tokens_and_others_continue",
+    },
 }
 _ONE_RANK = "test_rollout_contract_weights"
 """Cases that update one rank; test_rollout_sglang_two_ranks.py has those for several."""

@@ -25,7 +25,8 @@ def models(tmp_path_factory):
 
 
 MORE = ("one", "experts", "experts_ep2", "sinks", "sinks_bfloat16_ep2", "sinks_cp2", "latent", "linear", "window")
-MORE += ("output_norms", "output_norms_cp2", "adapters_tp2_bfloat16")
+MORE += ("output_norms", "output_norms_cp2", "adapters_tp2_bfloat16", "selective_attention", "dp2_plain_optimizer")
+MORE += ("linear_bfloat16", "sinks_core_attention")
 
 
 @pytest.mark.parametrize("name", of_release([name for name in CASES if name not in MORE], MORE))
