@@ -2,7 +2,7 @@
 
 ::
 
-    child = ChildProcess("megarl.tracking.tracker_process:main", timeout_s)   # in the parent
+    child = ChildProcess("megarl.tracking.subprocess_tracker:main", timeout_s)   # in the parent
     reply = child.request(("log", metrics, step), timeout_s=60)
     child.kill()
 

@@ -28,7 +28,7 @@ from typing import Any, NoReturn
 
 MODULES = (
     *("megarl.cli", "torch", "transformers", "transformers.models.auto.tokenization_auto", "ray", "ray.dag"),
-    *(f"megarl.trainer.jobs.{name}" for name in ("train", "sft", "evaluate")),
+    *(f"megarl.trainer.jobs.{name}" for name in ("train", "supervised_jobs", "evaluate")),
     *("megarl.ops.dry_run", "megarl.ops.report.command", "megarl.models.families", "megarl.megatron"),
     *("megarl.rollout.embedded", "megarl.agents.loop", "megarl.sharding.transports", "megarl.tracking.backends"),
     *("pandas", "pyarrow.json", "pyarrow.pandas_compat", "plotly.offline"),
