@@ -60,6 +60,11 @@ class RunValues(NamedTuple):
         return self.begins.nbytes + self.values.nbytes
 
 
+def encoded(chunk: Chunk) -> dict[str, RunValues | np.ndarray]:
+    """Return a chunk as it is stored."""
+    return {name: RunValues.of(values) for name, values in chunk.items()}
+
+
 class StoredChunk(ChunkReference):
     """A chunk in Ray's object store."""
 
@@ -69,7 +74,7 @@ class StoredChunk(ChunkReference):
     @classmethod
     def write(cls, chunk: Chunk) -> StoredChunk:
         """Write a chunk on this node."""
-        return cls(ray.put({name: RunValues.of(values) for name, values in chunk.items()}))
+        return cls(ray.put(encoded(chunk)))
 
     @classmethod
     def fetch(cls, references: Sequence[Self]) -> list[Chunk]:

@@ -93,7 +93,6 @@ def test_wheel_has_every_command(name, installed, tmp_path):
     assert f"usage: megarl {name}" in installed("megarl", name, "--help", cwd=tmp_path)
 
 
-@pytest.mark.release(twin="tests/e2e/test_e2e_wheel.py::test_wheel_has_every_file_of_the_package")
 def test_wheel_runs_a_job(installed, task, tmp_path):
     """Generate four responses per prompt of a file and of the command line; Ray workers import the wheel."""
     model, data = f"actor_rollout_ref.model.path={task}/model", f"data.val_files={task}/data/test.parquet"
