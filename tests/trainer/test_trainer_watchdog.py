@@ -28,7 +28,7 @@ from megarl.rewards.pool.jobs import RewardJob
 from megarl.rewards.registry import FunctionTraits
 from megarl.rollout.interface import Completion, Request, SamplingParams
 from megarl.rollout.router import Router
-from megarl.tracing import PHASE, TracingOptions, span, tracer, unwatch_process, watch_process
+from megarl.tracing import PHASE, TRACER, TracingOptions, span, tracer, unwatch_process, watch_process
 from megarl.tracing.stacks import STOPPED, process_state
 from megarl.tracing.stall import explain_stall
 from megarl.trainer.records import watchdog
@@ -51,6 +51,7 @@ def pool(forked_workers):
 @pytest.fixture(autouse=True)
 def watched(monkeypatch):
     monkeypatch.setattr(watchdog, "TICK_S", 0.2)
+    TRACER.follow_thread()  # an earlier test may have followed the thread of an engine
     watch_process(TracingOptions(watched=True))
     yield
     unwatch_process()
