@@ -123,8 +123,6 @@ def test_a_replica_whose_rank_dies_within_a_bucket_is_replaced(nodes, arguments,
     assert run.remaining() == []
     assert run.output.count("rollout replica 0 is lost and is replaced") == 1, run.output
     assert "rollout replica 0 is lost and is replaced: weight sync to version 2 failed at bucket 1 of 1" in run.output
-    if nodes == 1:  # with two, the rank of the first node fails, and ends the replica's process
-        assert "EngineLost: SGLang" in run.output and "one of its processes ended (rank 1, running:" in run.output
     steps = RunFiles(run.folder, "sglang").steps
     assert list(steps) == [1, 2]
     for row in steps.values():
