@@ -104,7 +104,6 @@ LONGEST = (
     "workers/test_workers_distillation.py",
     "cluster/test_cluster_agent_runners.py",
     "workers/test_workers_router_replay.py",
-    "ops/plan/test_plan_automatic.py",
     "rollout/test_rollout_quantization.py",
     "base/test_base_compilers.py",
     "ops/launch/test_launch_command.py",

@@ -30,6 +30,9 @@ from megarl.algorithms.policy_loss import (
     register_policy_loss,
 )
 
+KL_EPS = 1e-8
+"""Keeps the binary KL finite at probabilities of 1."""
+
 
 def token_keys(samples: Sequence[tuple[Tensor, Tensor]], seed: int, step: int) -> Tensor:
     """Draw a random integer for each response token, packed; a function of seed, step, sample and position.
@@ -126,10 +129,6 @@ def kl_cov(inputs: PolicyLossInputs) -> TokenLoss:
         loss=torch.where(chosen, penalised, plain),
         diagnostics={"ppo_kl": -log_ratio.detach(), "kl_cov_frac": chosen.to(plain.dtype)},
     )
-
-
-KL_EPS = 1e-8
-"""Keeps the binary KL finite at probabilities of 1."""
 
 
 def _divergence_loss(inputs: PolicyLossInputs, divergence: Tensor) -> TokenLoss:

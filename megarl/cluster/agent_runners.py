@@ -38,6 +38,15 @@ if TYPE_CHECKING:
 
     from megarl.config import GenerationJobConfig
 
+logger = logging.getLogger(__name__)
+
+REPORT_S = 1.0
+"""Heartbeat interval in seconds: a runner without finished samples reports its progress."""
+MOST_LOST = 3
+"""Maximum runner losses per generation or sync interval; more end the run."""
+SHUTDOWN_S = 5.0
+ROLE = "agents"
+
 
 class ReplicaProcess:
     """The process of a rollout replica, for the router; can be sent to other processes.
@@ -81,16 +90,6 @@ class ReplicaProcess:
 def replica_processes(group: WorkerGroup) -> dict[int, ReplicaProcess]:
     """Return the present replicas of a rollout group by rank, each a process."""
     return {rank: ReplicaProcess(group.handle(rank)) for rank in group.ranks}
-
-
-logger = logging.getLogger(__name__)
-
-REPORT_S = 1.0
-"""Heartbeat interval in seconds: a runner without finished samples reports its progress."""
-MOST_LOST = 3
-"""Maximum runner losses per generation or sync interval; more end the run."""
-SHUTDOWN_S = 5.0
-ROLE = "agents"
 
 
 class RunnersLost(WorkerError, StepImpossible):

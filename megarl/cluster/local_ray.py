@@ -46,6 +46,8 @@ GCS, RAYLET = "Ray's control process (GCS)", "Ray's node process (raylet)"
 _NAMES = {"gcs_server": GCS, "raylet": RAYLET}
 _TICK_S = 0.5
 _daemons_of: tuple[int, int] | None = None  # thread that starts Ray, and the process group of Ray's processes
+HIDDEN = ("ray.serve", "ray.dashboard.modules.job.cli", "grpc")
+"""Packages that ``ray start`` imports and does not use."""
 
 
 def start_local_ray(
@@ -177,10 +179,6 @@ class RayWatch:
                     if not self.finished and not self._closed.is_set():
                         request_interrupt()
                 return
-
-
-HIDDEN = ("ray.serve", "ray.dashboard.modules.job.cli", "grpc")
-"""Packages that ``ray start`` imports and does not use."""
 
 
 def main() -> None:

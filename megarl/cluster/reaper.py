@@ -32,6 +32,7 @@ MARK = "MEGARL_LOCAL_RAY"
 _LAST_WORDS = "last_words"
 _GRACE_S = 3.0
 _LIMIT_S = 60.0
+_PREFIX = "ray-token-"
 
 
 class Reaper:
@@ -173,9 +174,6 @@ def main(token_file: Path) -> None:
 
 if __name__ == "__main__":
     main(Path(sys.argv[1]))
-
-
-_PREFIX = "ray-token-"
 
 
 class ClusterToken:

@@ -302,7 +302,7 @@ def wait_for_nodes(
     """
     deadline = time.monotonic() + timeout_s
     while True:
-        nodes = {str(node["NodeName"]): node for node in ray.nodes() if node["Alive"]}
+        nodes = _living_nodes()
         if all(name in nodes for name in names):
             break
         if time.monotonic() > deadline:
@@ -335,7 +335,7 @@ def wait_for_any_nodes(
     kind, least = ("CPU", 0) if device == "auto" else (RESOURCE_NAMES[device], devices)
     deadline = time.monotonic() + timeout_s
     while True:
-        nodes = {str(node["NodeName"]): node for node in ray.nodes() if node["Alive"]}
+        nodes = _living_nodes()
         counts = {name: node["Resources"].get(kind, 0.0) for name, node in nodes.items()}
         fitting = {name: str(nodes[name]["NodeManagerAddress"]) for name in nodes if counts[name] >= least}
         if len(fitting) >= count:
@@ -348,6 +348,11 @@ def wait_for_any_nodes(
                 code="launch.nodes-missing",
             )
         sleep(_POLL_S)
+
+
+def _living_nodes() -> dict[str, Any]:
+    """Return Ray's descriptions of the living nodes, by name."""
+    return {str(node["NodeName"]): node for node in ray.nodes() if node["Alive"]}
 
 
 def _check_devices(nodes: Mapping[str, Mapping[str, Any]], device: Literal["cpu", "cuda"], devices: int) -> None:

@@ -65,6 +65,8 @@ DEPENDENT_KEYS: Mapping[str, tuple[str, ...]] = {
 }
 """Keys that a role inherits only with the actor's value of another key."""
 _ROLE_KEY = re.compile(r"(?P<section>[\w.]+\.megatron)\.(?P<name>\w+)=")
+SIMPO_GAMMA = 0.5
+"""Target margin of SimPO unless configured."""
 
 
 def without_auto(schema: type, values: Mapping[str, Any], prefix: str = "") -> dict[str, Any]:
@@ -173,9 +175,6 @@ _ModelPath = TypeVar("_ModelPath", bound=ModelPathConfig)
 _OwnDevices = TypeVar("_OwnDevices", bound=OwnDevicesConfig)
 _Reward = TypeVar("_Reward", bound=RewardConfig)
 _LogProbKeys = TypeVar("_LogProbKeys", bound=LogProbBatchConfig)
-
-SIMPO_GAMMA = 0.5
-"""Target margin of SimPO unless configured."""
 
 
 def with_derived(config: JobT, files_root: str | None = None) -> JobT:

@@ -72,6 +72,13 @@ _LATENT_NORMS = {
 }
 _EMBEDDING, _OUTPUT = "embedding.word_embeddings.weight", "output_layer.weight"
 _HALVES = {"_w": 0, "_v": 1}  # gate and up of a fused layer, if saved separately
+CONFIG = "config.json"
+ROLES = ("actor", "critic", "sft", "reward_model", "preference")
+_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "mp_rank_00", "mp_rank_00_000")
+_ARGUMENTS_FILE, _ARGUMENTS_OBJECT = "common.pt", "common_state/"
+"""Place of a checkpoint's arguments: a file of its own, or in Megatron-Core 0.19 an object among the weights."""
+_FOLDER_ARGUMENTS = ("hf_checkpoint", "tokenizer_model", "tokenizer_name_or_path")
+"""Arguments of Megatron-LM, slime and others that may name a Hugging Face folder, the most reliable first."""
 
 
 class _Located(NamedTuple):
@@ -181,11 +188,8 @@ def _check_rows(
     return located
 
 
-CONFIG = "config.json"
 HF_FOLDERS = (HF_FOLDER, "hf_config", "")
 """Folders with the model's config and tokenizer, relative to the checkpoint and the folders above it."""
-ROLES = ("actor", "critic", "sft", "reward_model", "preference")
-_PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "mp_rank_00", "mp_rank_00_000")
 
 
 def open_source(path: str | Path, model: str | Path | None = None, role: str | None = None) -> CheckpointSource:
@@ -276,12 +280,6 @@ def _find_model(folder: Path, model: Path | None) -> Path:
         f"tokenizer: --model FOLDER",
         code="convert.unknown-model",
     )
-
-
-_ARGUMENTS_FILE, _ARGUMENTS_OBJECT = "common.pt", "common_state/"
-"""Place of a checkpoint's arguments: a file of its own, or in Megatron-Core 0.19 an object among the weights."""
-_FOLDER_ARGUMENTS = ("hf_checkpoint", "tokenizer_model", "tokenizer_name_or_path")
-"""Arguments of Megatron-LM, slime and others that may name a Hugging Face folder, the most reliable first."""
 
 
 def model_folders(checkpoint: Path) -> list[Path]:

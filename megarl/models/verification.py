@@ -16,6 +16,12 @@ from megarl.base.errors import MegarlError, WeightSyncError
 _PIECE_BYTES = 2**20
 _RECENT = 16
 """Boxes that are compared one by one: most tensors have few, and an array of few is slower."""
+_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
+_COLUMN_BITS = 20
+_COLUMNS = 2**16
+"""Columns per sum: 16-bit numbers times 20-bit weights then stay below 2**52, exact in float64."""
+_CHUNK = {"cpu": 2**18, "cuda": 2**24}
+"""Numbers per conversion to float64: they fit a core's cache, or keep a GPU busy for longer than a launch takes."""
 
 
 def tensor_checksum(tensor: Tensor) -> str:
@@ -29,14 +35,6 @@ def tensor_checksum(tensor: Tensor) -> str:
         # a copy: torch cannot free or resize memory that was ever exposed as a numpy array
         digest.update(part.clone().numpy().data)
     return digest.hexdigest()
-
-
-_ODD = (0x9E3779B97F4A7C15 - 2**64, 0xBF58476D1CE4E5B9 - 2**64, 0x94D049BB133111EB - 2**64)
-_COLUMN_BITS = 20
-_COLUMNS = 2**16
-"""Columns per sum: 16-bit numbers times 20-bit weights then stay below 2**52, exact in float64."""
-_CHUNK = {"cpu": 2**18, "cuda": 2**24}
-"""Numbers per conversion to float64: they fit a core's cache, or keep a GPU busy for longer than a launch takes."""
 
 
 def rectangle_checksum(tensor: Tensor, start: Sequence[int], dtype: torch.dtype | None = None) -> int:

@@ -20,6 +20,9 @@ from megarl.models import ModelConfig
 from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.options import CACHE_TOKENS, FRACTION, EngineNodes, SGLangOptions
 
+LARGEST_WHILE_TRAINING = 0.5
+"""Largest fraction for an engine that keeps its memory while the roles train: activations need the rest."""
+
 
 def engine_options(
     rollout: RolloutConfig,
@@ -105,8 +108,6 @@ def _server_key(sglang: SGLangConfig) -> str:
 
 
 KEY = f"actor_rollout_ref.rollout.engine_kwargs.sglang.server_args.{FRACTION}"
-LARGEST_WHILE_TRAINING = 0.5
-"""Largest fraction for an engine that keeps its memory while the roles train: activations need the rest."""
 
 _PREFILL = ((35 * GIB, 2048), (60 * GIB, 4096), (160 * GIB, 8192))
 _GRAPHS = ((20 * GIB, 8, 8), (35 * GIB, 24, 80), (60 * GIB, 32, 160), (160 * GIB, 256, 512))

@@ -26,6 +26,13 @@ from megarl.workers.settings import RolloutSettings
 
 SPARE_THREADS = 2
 """Threads of a replica that take requests, besides one per agent runner that waits for completions."""
+logger = logging.getLogger(__name__)
+
+REPLICAS_FILE = "replicas"
+"""File in a run's folder with the number of replicas that the user wants; ``megarl scale`` writes it."""
+MOST_FAILURES = 3
+"""Failed starts in a row after which a replica is not started again."""
+POLL_S = 0.5
 
 
 def rollout_group(
@@ -145,15 +152,6 @@ def restart_replicas(
     group.restart(replicas)
     build_engines(group, replicas, pending_bytes)
     return replicas
-
-
-logger = logging.getLogger(__name__)
-
-REPLICAS_FILE = "replicas"
-"""File in a run's folder with the number of replicas that the user wants; ``megarl scale`` writes it."""
-MOST_FAILURES = 3
-"""Failed starts in a row after which a replica is not started again."""
-POLL_S = 0.5
 
 
 class ReplicasMissing(WorkerError, StepImpossible):

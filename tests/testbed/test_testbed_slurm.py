@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import re
 import sys
-import time
 from pathlib import Path
 
 import pytest
-from support.waits import wait_for_text, wait_until
+from support.waits import wait_for_text, wait_until, wait_while
 
 ROOT = Path(__file__).resolve().parents[2]
 LIMIT_S = 600.0
@@ -30,10 +29,7 @@ class Job:
         return self.hosts.on("h1", "squeue", "-h").strip() != ""
 
     def wait(self):
-        deadline = time.monotonic() + LIMIT_S
-        while self.is_queued():
-            assert time.monotonic() < deadline, self.text()
-            time.sleep(0.5)
+        wait_while(self.is_queued, lambda: not self.is_queued(), self.text, LIMIT_S)
         return self.text()
 
 

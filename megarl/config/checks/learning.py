@@ -22,6 +22,10 @@ from megarl.config.schema.jobs import PreferenceConfig, SupervisedConfig, TrainC
 from megarl.config.schema.model import AdapterKeys, LoraConfig, OptimConfig
 
 _CORRECTION = "algorithm.rollout_correction"
+_POLICY = "actor_rollout_ref.model"
+_IN_PRESETS = ("lora_A_init_method",)
+"""Keys that the presets with verl's defaults set, for runs without adapters too."""
+_TEACHERS, _LOSS = "distillation.teacher_models", "distillation.distillation_loss"
 
 
 def estimator(config: TrainConfig) -> Iterator[Problem]:
@@ -232,11 +236,6 @@ def _optimizer(optim: OptimConfig, path: str) -> Iterator[Problem]:
         yield Problem(f"{path}.betas", optim.betas, "both must be below 1", code="algorithm.adam-betas")
 
 
-_POLICY = "actor_rollout_ref.model"
-_IN_PRESETS = ("lora_A_init_method",)
-"""Keys that the presets with verl's defaults set, for runs without adapters too."""
-
-
 def adapters(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
     """Check the adapters of each role that trains."""
     if isinstance(config, SupervisedConfig):
@@ -282,9 +281,6 @@ def _no_reference(model: AdapterKeys, path: str) -> Iterator[Problem]:
     if model.lora.reference != "base" and model.lora_rank:
         text = "this role has no reference; leave base"
         yield Problem(f"{path}.lora.reference", model.lora.reference, text, code="adapter.no-reference")
-
-
-_TEACHERS, _LOSS = "distillation.teacher_models", "distillation.distillation_loss"
 
 
 def distillation(config: TrainConfig) -> Iterator[Problem]:

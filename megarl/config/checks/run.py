@@ -21,6 +21,9 @@ from megarl.config.schema.run import PHASES, CollectivesConfig
 
 _MIXTURE_KEYS = ("files", "weight")
 _REF = "actor_rollout_ref.ref"
+_WATCHDOG = "trainer.watchdog"
+_HEALTH = "actor_rollout_ref.rollout.health.timeout_s"
+_GENERATING = ("gen", "testing")
 
 
 def training_data(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
@@ -190,9 +193,6 @@ def needs_cuda(tool: str) -> str:
     )
 
 
-_WATCHDOG = "trainer.watchdog"
-_HEALTH = "actor_rollout_ref.rollout.health.timeout_s"
-_GENERATING = ("gen", "testing")
 _COLLECTIVE = (
     *("old_log_prob", "ref", "teacher", "repr_align", "values"),
     *("update_critic", "update_actor", "update"),

@@ -20,6 +20,12 @@ from megarl.base.algorithm_names import (
 )
 from megarl.config.keys import key, section
 
+SYNC, COLOCATED, DISAGGREGATED = "sync", "colocated", "disaggregated"
+RECOMPUTE, LOGLINEAR = "recompute", "loglinear"
+SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
+EARLIER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
+"""Earlier names of verl for some of the options."""
+
 
 @dataclass(frozen=True)
 class KLControlConfig:
@@ -236,10 +242,6 @@ class AlgorithmConfig:
         return self.use_kl_in_reward and self.kl_penalty == FULL_KL
 
 
-SYNC, COLOCATED, DISAGGREGATED = "sync", "colocated", "disaggregated"
-RECOMPUTE, LOGLINEAR = "recompute", "loglinear"
-
-
 @dataclass(frozen=True)
 class AsyncTrainingConfig:
     """Generation and training at the same time; see docs/how_to/asynchronous.md."""
@@ -288,12 +290,9 @@ class AsyncTrainingConfig:
     )
 
 
-SCOPES = ("token", "seq_sum", "seq_mean", "seq_max")
 REJECTION_OPTIONS = tuple(
     f"{scope}_{k}" for scope in SCOPES for k in ("k1", "k2", "k3") if (scope, k) != ("seq_max", "k1")
 )
-EARLIER_NAMES = {"token": "token_k1", "sequence": "seq_sum_k1", "geometric": "seq_mean_k1"}
-"""Earlier names of verl for some of the options."""
 
 
 class UnknownRejection(ValueError):

@@ -9,6 +9,17 @@ from typing import Any
 
 from megarl.config.keys import REQUIRED, derived_key, key, section
 
+DTYPES = ("float32", "bfloat16")
+RESUMABLE = ("model", "optimizer", "extra")
+"""Checkpoint contents that an exact resume needs."""
+HF_MODEL = "hf_model"
+REPLICA_SIZES = {
+    "tensor_model_parallel_size": "tensor",
+    "pipeline_model_parallel_size": "pipeline",
+    "context_parallel_size": "context",
+}
+"""Keys of the layout whose product is the number of devices of one model replica, with their names in messages."""
+
 
 @dataclass(frozen=True)
 class OwnDevicesConfig:
@@ -39,19 +50,6 @@ class OwnDevicesConfig:
     def required_groups(self) -> int | None:
         """Groups that the run needs to start; None = all."""
         return None
-
-
-DTYPES = ("float32", "bfloat16")
-RESUMABLE = ("model", "optimizer", "extra")
-"""Checkpoint contents that an exact resume needs."""
-HF_MODEL = "hf_model"
-
-REPLICA_SIZES = {
-    "tensor_model_parallel_size": "tensor",
-    "pipeline_model_parallel_size": "pipeline",
-    "context_parallel_size": "context",
-}
-"""Keys of the layout whose product is the number of devices of one model replica, with their names in messages."""
 
 
 @dataclass(frozen=True)

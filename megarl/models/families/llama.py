@@ -21,6 +21,14 @@ from megarl.models.registry import (
 )
 
 _ATTENTION = (d.INPUT_NORM, d.ATTENTION_OUTPUT, d.QKV_WEIGHT, d.MLP_NORM)
+_OLMO_NORMS: dict[str, Any] = {
+    "qk_norm": True,
+    "qk_norm_over_heads": True,
+    "input_norms": False,
+    "output_norms": True,
+    "rms_norm_eps": 1e-5,
+}
+_OLMO3_THETA = 500000.0
 
 
 @register_family("LlamaForCausalLM", "LlamaForSequenceClassification", "LlamaForTokenClassification")
@@ -74,15 +82,6 @@ _OLMO = (
     d.DOWN,
     d.MLP_OUTPUT_NORM,
 )
-
-_OLMO_NORMS: dict[str, Any] = {
-    "qk_norm": True,
-    "qk_norm_over_heads": True,
-    "input_norms": False,
-    "output_norms": True,
-    "rms_norm_eps": 1e-5,
-}
-_OLMO3_THETA = 500000.0
 
 
 @register_family("Olmo2ForCausalLM", "Olmo2ForSequenceClassification")

@@ -58,6 +58,8 @@ _POLL_S = 0.1
 _PIPE_S = 3.0  # seconds for the last output of a command that has ended; a descendant may hold its pipe for longer
 _PR_SET_CHILD_SUBREAPER = 36  # <linux/prctl.h>
 _KILL_ROUNDS = 5
+IGNORE_SIGNALS = "--ignore-signals"
+"""Option of an agent whose launcher receives the same signals; the agent ends with its connection."""
 
 
 class Agent:
@@ -274,10 +276,6 @@ def default_address() -> str:
             return str(probe.getsockname()[0])
         except OSError:
             return "127.0.0.1"
-
-
-IGNORE_SIGNALS = "--ignore-signals"
-"""Option of an agent whose launcher receives the same signals; the agent ends with its connection."""
 
 
 class _Terminated(Exception):

@@ -27,7 +27,7 @@ joins the Ray cluster at RAY_ADDRESS. The configuration sets the number of nodes
 theirs, such as critic.nnodes). For everything else see docs/how_to/launch.md."""
 _WORKER_PORTS_HELP = f"ports of Ray's workers ({'-'.join(map(str, WORKER_PORTS))})"
 _COMMAND_OPTIONS = ("nodes", "device")
-_STARTS_RAY = PLACES[:-1]
+_STARTS_RAY = tuple(place for place in PLACES if place != LOCAL_RAY)
 _OPTION_PLACES: dict[str, Sequence[str]] = {
     "sbatch": ("sbatch",),
     "srun": ("slurm", "sbatch"),

@@ -105,7 +105,7 @@ def silent_hosts(
 
 
 class ClusterSession:
-    """A Ray cluster that exists until :meth:`close`, or a running one that is joined from its only host here.
+    """A Ray cluster that exists until :meth:`close`; or a running one, which the only host, this machine, joins.
 
     Args:
         agent_command: returns the command that starts an agent on a host and connects its stdin and stdout.

@@ -20,6 +20,8 @@ from megarl.models.sequence_cost import SequenceCost, head_cost, layer_cost
 from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedRole
 
+BACKWARD = 2  # cost of a backward pass, in forward passes
+
 
 class Lengths(NamedTuple):
     """Tokens of a prompt and of a response; a supervised job has sequences of ``response`` tokens, without prompts."""
@@ -60,9 +62,6 @@ def lengths_of(config: TrainConfig | SupervisedConfig, text: str | None = None) 
             raise ConfigError(f"--lengths={text}: expected {form} of at least 1", code="plan.lengths")
         means = [min(mean, float(limit)) for mean, limit in zip(means, limits, strict=True)]
     return Lengths(means[0] if len(means) > 1 else 0.0, means[-1], float(limits[-1]), origin)
-
-
-BACKWARD = 2  # cost of a backward pass, in forward passes
 
 
 class SequenceStats(NamedTuple):

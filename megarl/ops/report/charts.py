@@ -18,6 +18,19 @@ _NOTES = {
     TOKENS: ("tokens", "Assigned tokens of the update."),
     WORK: ("predicted work", "Of the update, by the model's FLOPs."),
 }
+MOST_POINTS = 600
+TIMED = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
+"""Metrics that add up to the training time: steps, validation, checkpoints."""
+TIMING_PREFIX = "timing_s/"
+PHASE_ORDER = (
+    "gen", "reward", "old_log_prob", "ref", "teacher", "repr_align", "values", "adv", "update_critic", "update_actor",
+    "update", "update_weights", "testing", "save_checkpoint",
+)  # fmt: skip
+_UPDATES = {"actor": "actor updates", "critic": "critic updates", "train": "updates"}
+_PASSES = (
+    ("actor", "passes of the actor"), ("critic", "passes of the critic"), ("ref", "passes of the reference"),
+    ("reward_model", "passes of the reward model"), ("train", "passes"),
+)  # fmt: skip
 
 
 def balance_maps(rows: BalanceRows) -> dict[str, dict[str, Any]]:
@@ -76,17 +89,7 @@ def _map(steps: list[int], values: np.ndarray[Any, Any]) -> dict[str, Any]:
     }
 
 
-MOST_POINTS = 600
-TIMED = ("timing_s/step", "timing_s/testing", "timing_s/save_checkpoint")
-"""Metrics that add up to the training time: steps, validation, checkpoints."""
-
 Rows = Sequence[Mapping[str, float]]
-
-TIMING_PREFIX = "timing_s/"
-PHASE_ORDER = (
-    "gen", "reward", "old_log_prob", "ref", "teacher", "repr_align", "values", "adv", "update_critic", "update_actor",
-    "update", "update_weights", "testing", "save_checkpoint",
-)  # fmt: skip
 
 
 @dataclass(frozen=True)
@@ -262,11 +265,6 @@ GROUPS = (
     ("Memory and checkpoints", MEMORY),
 )
 
-_UPDATES = {"actor": "actor updates", "critic": "critic updates", "train": "updates"}
-_PASSES = (
-    ("actor", "passes of the actor"), ("critic", "passes of the critic"), ("ref", "passes of the reference"),
-    ("reward_model", "passes of the reward model"), ("train", "passes"),
-)  # fmt: skip
 FAILURES = {
     "reward/failed": "answers whose reward failed",
     "reward/timeouts": "reward calls that timed out",

@@ -51,6 +51,12 @@ from megarl.sharding.receiver import (
 )
 from megarl.sharding.sender import Message
 
+# Maximum prompt tokens per forward pass; a longer prompt has its own pass. On a CPU a pass of this size keeps a small
+# model's activations in a core's cache. A GPU needs larger ones.
+PROMPT_TOKENS = {"cpu": 1024, "cuda": 16384}
+# Cache lengths are rounded up to a multiple, so that similar calls reuse the cache.
+LENGTH_MULTIPLE = 32
+
 
 class WeightStore(ShardWeights):
     """Parameters whose memory is freed while the engine sleeps.
@@ -146,14 +152,6 @@ class EmbeddedReceiver(ReplicaReceiver):
         if self._receiver is None:
             raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
         return self._receiver
-
-
-# Maximum prompt tokens per forward pass; a longer prompt has its own pass. On a CPU a pass of this size keeps a small
-# model's activations in a core's cache. A GPU needs larger ones.
-PROMPT_TOKENS = {"cpu": 1024, "cuda": 16384}
-
-# Cache lengths are rounded up to a multiple, so that similar calls reuse the cache.
-LENGTH_MULTIPLE = 32
 
 
 class EmbeddedEngine(RolloutEngine):

@@ -27,6 +27,8 @@ WATCH_S = 0.5
 """Seconds between checks that SGLang still runs, during a wait."""
 NAN_STOP = "NaN happened"
 """Stop string that SGLang reports for a response it ended because of NaN logits."""
+LONGEST_GAP_S = 2.0
+"""A longer time between two checks counts as this: nobody looked at responses meanwhile."""
 
 
 class ControlCall(NamedTuple):
@@ -331,10 +333,6 @@ def _versions(meta: dict[str, Any], count: int, version: int) -> tuple[int, ...]
 
 def _number(name: Any, version: int) -> int:
     return int(name) if isinstance(name, str) and name.lstrip("-").isdigit() else version
-
-
-LONGEST_GAP_S = 2.0
-"""A longer time between two checks counts as this: nobody looked at responses meanwhile."""
 
 
 class SchedulerLiveness:

@@ -26,6 +26,9 @@ from megarl.sharding.transports.interface import (
     synchronize,
 )
 
+DEVICE_ARGUMENT = 6
+"""Position of the device index among the arguments of torch's ``rebuild_cuda_tensor``."""
+
 
 class InlineHandle(NamedTuple):
     """The bytes themselves; Ray keeps them in its object store."""
@@ -122,10 +125,6 @@ def _unreachable(handle: SharedMemoryHandle) -> WeightSyncError:
         "another host or in another container; set sync.transport to 'auto', or to 'inline', which works everywhere",
         code="sync.buffer-unreachable",
     )
-
-
-DEVICE_ARGUMENT = 6
-"""Position of the device index among the arguments of torch's ``rebuild_cuda_tensor``."""
 
 
 class CudaIpcHandle(NamedTuple):

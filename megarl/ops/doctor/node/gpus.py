@@ -27,6 +27,7 @@ from megarl.ops.doctor.node.needs import Needs
 from megarl.ops.doctor.node.results import CheckResult, Status, judged
 
 IDLE_BYTES = 1024 * MIB  # upper limit of the memory that the driver takes on an idle GPU
+LIMIT_S = 300.0
 
 
 def check_gpus(needs: Needs) -> tuple[list[CheckResult], Inventory | None]:
@@ -144,9 +145,6 @@ def _check_topology(command: str, count: int) -> CheckResult:
     return (
         CheckResult("GPU links", Status.WARN, reason, "look at `nvidia-smi topo -m`") if reason else check_links(links)
     )
-
-
-LIMIT_S = 300.0
 
 
 class KernelFacts(NamedTuple):

@@ -31,6 +31,13 @@ SHARED_MEMORY = "/dev/shm"
 
 _CGROUP_LIMITS = ("memory.max", "memory/memory.limit_in_bytes")  # of version 2 and 1
 _CGROUP_USED = ("memory.current", "memory/memory.usage_in_bytes")
+SAMPLE_BYTES = 64 * MIB
+SLOW_BYTES_PER_S = 100e6
+LONG_SAVE_S = 600.0
+_ROOM = (
+    "free space, set another folder by trainer.default_local_dir, or keep fewer (trainer.max_actor_ckpt_to_keep; in a "
+    "supervised job trainer.max_ckpt_to_keep)"
+)
 
 
 def check_memory(needs: Needs) -> CheckResult:
@@ -231,11 +238,6 @@ def check_sandbox(needs: Needs) -> CheckResult:
     return judged("code sandbox", text, remedy, warn="seccomp filter" not in active)
 
 
-SAMPLE_BYTES = 64 * MIB
-SLOW_BYTES_PER_S = 100e6
-LONG_SAVE_S = 600.0
-
-
 def check_checkpoint_room(needs: Needs) -> list[CheckResult]:
     """Check that the checkpoint folder is writable and has space for two checkpoints, old and new."""
     name, folder = "checkpoint folder", needs.checkpoint_dir
@@ -250,12 +252,6 @@ def check_checkpoint_room(needs: Needs) -> list[CheckResult]:
     needed = 2 * needs.checkpoint_bytes
     observation += f"; a checkpoint has about {needs.checkpoint_bytes / GIB:.2f} GiB, and two exist for a while"
     return [judged(name, observation, _ROOM, warn=free < needed, fail=free < needs.checkpoint_bytes)]
-
-
-_ROOM = (
-    "free space, set another folder by trainer.default_local_dir, or keep fewer (trainer.max_actor_ckpt_to_keep; in a "
-    "supervised job trainer.max_ckpt_to_keep)"
-)
 
 
 def check_disk_speed(needs: Needs) -> list[CheckResult]:
