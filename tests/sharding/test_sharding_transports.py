@@ -295,8 +295,9 @@ def test_only_needed_peers_are_awaited_and_a_missing_one_is_named():
         rendezvous = Rendezvous(rank, 1, 4, peers, "127.0.0.1", store.port)
         return create_transport("gloo", TransportOptions(CPU, rendezvous=rendezvous, timeout_s=timeout_s))
 
+    ends = end(0, (1,), 60), end(1, (0,), 60)  # held: an end that is freed closes its connection under the other
     with ThreadPoolExecutor(2) as threads:
-        list(threads.map(lambda end: end.open(0), (end(0, (1,), 60), end(1, (0,), 60))))
+        list(threads.map(lambda end: end.open(0), ends))
     with raises("sync.peer-timeout", "rollout rank 1 waited 0.2 s (sync.timeout_s) for training rank 0"):
         end(2, (0,), 0.2).open(1)
     with raises("sync.peer-timeout", "training rank 0 waited 0.2 s (sync.timeout_s) for rollout rank 2"):
