@@ -1,22 +1,25 @@
 """Driver's share of a training step: CPU seconds and memory of its batch, with workers in other processes.
 
-    python benchmarks/data_plane.py --samples 2048 16384 --longest 32768 --mean 4096 --dp 64 512
+    python benchmarks/data_plane.py --samples 2048 16384 --longest 32768 --mean 4096 --ranks 64 512 --tp 1 8
 
 The batch has PPO's columns and log-normal response lengths (sigma 1). The driver receives the samples of an agent
 runner with their scores, and runs the verbs and phases of a step through a real worker group and Ray's object store:
 passes, scores, advantages (GAE, KL penalty), updates, metrics. One process stands for all ranks and answers without a
-model. The first step also pays for first access to the memory
-of the object store, which later steps use again. Seconds are CPU seconds of the driver's process with its Ray threads,
-without the thread that watches the memory. Memory is the largest anonymous memory of the process since the batch was
-built, without the object store. ``written MB`` are the bytes that the driver has written into the store.
+model. The driver calls the ranks of small groups itself, and those of large ones by node; here another process stands
+for the callers of all nodes. ``--call rank`` has the driver call the ranks of large groups too. ``calls`` are the
+driver's calls. The first step also pays for first access to the memory of the object store, which later steps use
+again. Seconds are CPU seconds of the driver's process with its Ray threads, without the thread that watches the memory.
+Memory is the largest anonymous memory of the process since the batch was built, without the object store. ``written
+MB`` are the bytes that the driver has written into the store.
 """
 
 from __future__ import annotations
 
+import itertools
 import os
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -24,6 +27,7 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from pathlib import Path
 
 import numpy as np
+import ray
 import torch
 from machine import benchmark_parser, parse_sizes
 
@@ -31,7 +35,11 @@ from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
 from megarl.agents.types import SampleId, Trajectory
 from megarl.base.allocators import keep_freed_memory
 from megarl.cluster import stored_chunks
+from megarl.cluster.call_targets import FEWEST_RANKS, CallTarget, CallTargets
+from megarl.cluster.calls import WorkerCall
 from megarl.cluster.fork_server import fork_server
+from megarl.cluster.node_caller import NodeCaller
+from megarl.cluster.partition import RankRows
 from megarl.cluster.resources import ResourcePool
 from megarl.cluster.session import RaySession
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
@@ -40,6 +48,7 @@ from megarl.data import DataProto, token_counts
 from megarl.data.column_store import ragged_columns
 from megarl.data.columns import column_widths
 from megarl.data.ragged import Chunk
+from megarl.data.remote_columns import RowFunction
 from megarl.models import ParallelLayout
 from megarl.rewards import RewardManager, in_driver
 from megarl.rewards.outcome import Outcome
@@ -51,6 +60,8 @@ from megarl.workers.critic import CriticWorker
 from megarl.workers.dispatch import Dispatch, WorkerPlace, read_marks, verb
 
 PROMPT = 1024
+NODE = 8
+"""Ranks per node."""
 SAMPLES_PER_REPORT = 64
 VOCABULARY = 151_936
 MARKS = read_marks(ActorWorker) | read_marks(CriticWorker)
@@ -121,14 +132,45 @@ class SampleSource:
         return self._reports.pop(0)
 
 
-class OneProcessGroup(WorkerGroup):
-    """A group of ``dp`` data-parallel ranks that all are one process."""
+class AnyNode(NodeCaller):
+    """The caller of every node; its ranks are one process."""
 
-    def stand_for(self, dp: int) -> None:
-        """Let the process be all ranks."""
+    def __init__(self, role: str, process: Any, tp: int) -> None:
+        dp = NODE // tp
+        super().__init__(
+            role,
+            dict.fromkeys(range(NODE), process),
+            {rank: rank // tp for rank in range(NODE)},
+            {rank: rank * tp for rank in range(dp)},
+        )
+
+    @ray.method(num_returns=2)
+    def call_split(
+        self, verb: str, phase: str, rows: Mapping[int, RankRows], kwargs: Mapping[str, Any], *args: Any
+    ) -> Any:
+        """Answer for the node of these DP ranks."""
+        return super().call_split(verb, phase, dict(enumerate(rows.values())), kwargs, *args)
+
+    @ray.method(num_returns=2)
+    def map_rows(self, function: RowFunction, rows: Mapping[int, RankRows], payload: Any, *args: Any) -> Any:
+        """Answer for the node of these DP ranks."""
+        return super().map_rows(function, dict(enumerate(rows.values())), payload, *args)
+
+
+class OneProcessGroup(WorkerGroup):
+    """A group whose ranks all are one process, and another one calls it for every node."""
+
+    def stand_for(self, ranks: int, tp: int, by_node: bool) -> None:
+        """Let the processes be all ranks and nodes."""
         wait_ready([self])
-        self.layout, self._owners = ParallelLayout(dp=dp), list(range(dp))
-        self._actors, self._infos = (dict.fromkeys(range(dp), of[0]) for of in (self._actors, self._infos))
+        self.layout = layout = ParallelLayout(tp=tp, dp=ranks // tp)
+        self._owners = [layout.rank(dp=dp) for dp in range(layout.dp)]
+        self._actors, self._infos = (dict.fromkeys(range(ranks), of[0]) for of in (self._actors, self._infos))
+        self._targets = CallTargets(self.role, [layout.coordinate(rank).dp for rank in range(ranks)], self._owners)
+        if by_node:
+            caller = ray.remote(AnyNode).options(num_cpus=0).remote(self.role, self._actors[0], tp)
+            nodes = [range(first, first + NODE) for first in range(0, ranks, NODE)]
+            self._targets._nodes = [self._targets._target(caller, node, None) for node in nodes]
 
 
 def samples_rows(samples: int, longest: int, mean: int, seed: int) -> dict[str, list[np.ndarray]]:
@@ -176,7 +218,7 @@ class Meter:
 
     def __init__(self) -> None:
         self.peak, self.total = 0, 0.0
-        self.written, self.watching = 0, 0.0
+        self.written, self.watching, self.calls = 0, 0.0, 0
         encode = stored_chunks.encoded
 
         def counting(chunk: Chunk) -> Any:
@@ -185,15 +227,24 @@ class Meter:
             return stored
 
         stored_chunks.encoded = counting
+        called = CallTarget.called
+
+        def counted(target: CallTarget, *arguments: Any) -> WorkerCall:
+            self.calls += 1
+            return called(target, *arguments)
+
+        CallTarget.called = counted
         threading.Thread(target=self._watch, daemon=True).start()
 
     def run(self, stage: str, work: Callable[[], Any]) -> Any:
         """Run a stage, print its line and return its result."""
         before, written, wall = time.process_time() - self.watching, self.written, time.perf_counter()
+        calls = self.calls
         result = work()
         seconds, wall = time.process_time() - self.watching - before, time.perf_counter() - wall
         self.total += seconds
-        print(f"  {stage:<24}{seconds:>8.2f}{wall:>8.1f}{(self.written - written) / 1e6:>12.0f}", flush=True)
+        megabytes = (self.written - written) / 1e6
+        print(f"  {stage:<24}{seconds:>8.2f}{wall:>8.1f}{megabytes:>12.0f}{self.calls - calls:>8}", flush=True)
         return result
 
     def reset(self) -> None:
@@ -235,11 +286,13 @@ def main() -> None:
     parser.add_argument("--samples", type=int, nargs="+", default=[2048])
     parser.add_argument("--longest", type=int, default=15360, help="longest response in tokens")
     parser.add_argument("--mean", type=int, default=2048, help="mean response in tokens")
-    parser.add_argument("--dp", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
+    parser.add_argument("--tp", type=int, nargs="+", default=[1], help="ranks of a node that share rows")
+    parser.add_argument("--call", choices=["auto", "rank"], default="auto")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store-gb", type=int, default=6, help="size of the object store")
-    args = parse_sizes(parser, samples=[8], longest=32, mean=16, dp=[1], steps=1, store_gb=1)
+    args = parse_sizes(parser, samples=[8], longest=32, mean=16, ranks=[8], steps=1, store_gb=1)
 
     torch.set_num_threads(1)
     keep_freed_memory(LARGEST_KEPT_TENSOR)
@@ -249,19 +302,20 @@ def main() -> None:
         group = OneProcessGroup("ranks", AnsweringWorker, {}, ParallelLayout(), pool)
         source = WorkerGroup("agents", SampleSource, {}, ParallelLayout(), pool, on_device=False)
         manager = RewardManager(in_driver(lambda data_source, solution_str, ground_truth, extra_info: 0.0), None)
-        for samples in args.samples:
-            for dp in args.dp:
-                group.stand_for(dp)
-                for step in range(1, args.steps + 1):
-                    source.call("draw", samples, args.longest, args.mean, args.seed + step - 1)
-                    print(f"\n{samples} samples, up to {args.longest} tokens per response, {dp} ranks")
-                    print(f"  {f'stage of step {step}':<24}{'CPU s':>8}{'wall s':>8}{'written MB':>12}")
-                    meter.reset()
-                    batch = meter.run("collect samples", lambda samples=samples: receive(source, samples))
-                    run_step(batch, manager, group, meter)
-                    print(f"  {sum(token_counts(batch)) / 1e6:.1f} M tokens")
-                    print(f"  {'step':<24}{meter.total:>8.2f}; largest memory {meter.peak / 2**30:.1f} GiB")
-                    del batch
+        for samples, ranks, tp in itertools.product(args.samples, args.ranks, args.tp):
+            by_node = args.call == "auto" and ranks >= FEWEST_RANKS
+            group.stand_for(ranks, tp, by_node)
+            for step in range(1, args.steps + 1):
+                source.call("draw", samples, args.longest, args.mean, args.seed + step - 1)
+                called = "node" if by_node else "rank"
+                print(f"\n{samples} samples, up to {args.longest} tokens, {ranks} ranks, TP{tp}, called by {called}")
+                print(f"  {f'stage of step {step}':<24}{'CPU s':>8}{'wall s':>8}{'written MB':>12}{'calls':>8}")
+                meter.reset()
+                batch = meter.run("collect samples", lambda samples=samples: receive(source, samples))
+                run_step(batch, manager, group, meter)
+                print(f"  {sum(token_counts(batch)) / 1e6:.1f} M tokens")
+                print(f"  {'step':<24}{meter.total:>8.2f}; largest memory {meter.peak / 2**30:.1f} GiB")
+                del batch
 
 
 if __name__ == "__main__":

@@ -6,6 +6,7 @@ import itertools
 import time
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -17,6 +18,8 @@ from megarl.base.errors import WorkerError
 from megarl.base.logs import tail
 from megarl.base.signals import wait_slices
 from megarl.cluster.worker_process import RemoteFailure, WorkerInfo
+from megarl.data import DataProto
+from megarl.sharding.placement import Routes
 from megarl.workers.dispatch import Dispatch
 
 # When one process fails, its peers often fail a moment later because of it ("connection reset"). gather() waits this
@@ -42,6 +45,10 @@ class WorkerFailed(WorkerError):
         self.role, self.rank, self.verb, self.died = role, rank, verb, died
         self.remote_traceback = remote_traceback
 
+    def __reduce__(self) -> tuple[Any, ...]:
+        arguments = (self.text, self.role, self.rank, self.verb, self.died, self.remote_traceback)
+        return partial(WorkerFailed, code=self.code), arguments
+
 
 class WorkerSilent(WorkerError):
     """Workers did not respond in time."""
@@ -57,6 +64,7 @@ class WorkerCall:
 
     Attributes:
         info: the process; None before it has described itself.
+        others: further ranks that the process calls, see :class:`megarl.cluster.node_caller.NodeCaller`.
     """
 
     ref: ray.ObjectRef
@@ -65,6 +73,7 @@ class WorkerCall:
     verb: str
     phase: str
     info: WorkerInfo | None = None
+    others: Sequence[int] = ()
 
 
 def gather(
@@ -100,7 +109,7 @@ def gather(
     if failures:
         raise next((failure for failure in failures if failure.died), failures[0])
     if waiting:
-        late = [(call.role, call.rank) for call in waiting.values()]
+        late = [(call.role, rank) for call in waiting.values() for rank in (call.rank, *call.others)]
         names = ", ".join(f"{role} rank {rank}" for role, rank in late)
         raise WorkerSilent(f"no answer within {timeout_s:g} s in {calls[0].verb} from: {names}", late)
     return [results[call.ref] for call in calls]
@@ -125,7 +134,7 @@ def first_ready(refs: Sequence[ray.ObjectRef], timeout_s: float | None, most: in
 def all_ended(calls: Sequence[WorkerCall]) -> bool:
     """Return whether all calls have ended, with a result or an error."""
     refs = [call.ref for call in calls]
-    return len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
+    return not refs or len(ray.wait(refs, num_returns=len(refs), timeout=0)[0]) == len(refs)
 
 
 def worker_failure(call: WorkerCall, error: RayError) -> WorkerFailed:
@@ -133,6 +142,8 @@ def worker_failure(call: WorkerCall, error: RayError) -> WorkerFailed:
     cause = getattr(error, "cause", None)
     while isinstance(cause, RayTaskError):  # the call never ran, because a call that it depends on failed
         cause = cause.cause
+    if isinstance(cause, WorkerFailed):
+        return cause
     if isinstance(cause, RemoteFailure):
         worker = f"{cause.role} rank {cause.rank}"
         phase = f" (phase {call.phase})" if call.phase not in ("", call.verb, cause.verb) else ""
@@ -146,7 +157,10 @@ def worker_failure(call: WorkerCall, error: RayError) -> WorkerFailed:
     last_lines = _last_lines(call.info)
     process = f" (pid {call.info.pid} on {call.info.host})" if call.info else ""
     event = "died in" if died else "could not be called for"
-    message = f"{call.role} rank {call.rank}{process} {event} {call.verb}: {_reason(error)}"
+    worker = f"{call.role} rank {call.rank}"
+    if call.others:
+        worker = f"the process that calls {call.role} ranks {call.rank} to {call.others[-1]}"
+    message = f"{worker}{process} {event} {call.verb}: {_reason(error)}"
     message += _log_end(call.info.log if call.info else "", last_lines)
     if died:
         return WorkerFailed(message, call.role, call.rank, call.verb, True, last_lines, code="worker.died")
@@ -292,6 +306,11 @@ class RankHandle:
 def for_rank(args: Sequence[Any], rank: int) -> list[Any]:
     """Return the arguments of a rank."""
     return [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]
+
+
+def stored_once(args: Sequence[Any]) -> list[Any]:
+    """Store large arguments, so that all processes of a node read the same copy."""
+    return [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
 
 
 def wait_all(pending: Iterable[PendingCall], on_end: Callable[[int], None] | None = None) -> list[Any]:

@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import pairwise
-from typing import Any
+from itertools import chain, pairwise
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -33,6 +33,22 @@ from megarl.workers.settings import MicroBatchBudget
 
 Rows = list[list[int]]
 """Row indices of each data-parallel rank, in order."""
+
+
+Shares = Sequence[tuple[int, ...]]
+"""Data-parallel ranks of each receiver: one rank, or those of a node."""
+
+
+class RankRows(NamedTuple):
+    """A data-parallel rank's part of a batch.
+
+    Attributes:
+        rows: number of rows.
+        info: entries of its ``meta_info`` that other ranks do not have.
+    """
+
+    rows: int
+    info: dict[str, Any]
 
 
 @dataclass(frozen=True)
@@ -66,16 +82,20 @@ class Partition:
         by_rank = [[rows[a:b] for a, b in pairwise(cuts)] for rows, cuts in zip(self.rows, ends, strict=True)]
         return [list(parts) for parts in zip(*by_rank, strict=True)]
 
-    def split(self, batch: DataProto, write: Callable[[Chunk], ChunkReference] | None = None) -> list[DataProto]:
-        """Cut a batch into one part per rank; every part has the whole ``meta_info``.
+    def split(
+        self, batch: DataProto, write: Callable[[Chunk], ChunkReference] | None = None, shares: Shares | None = None
+    ) -> list[DataProto]:
+        """Cut a batch into one part per receiver; every part has the whole ``meta_info``.
 
-        With mini-batches, ``meta_info`` also has the part's rows per mini-batch, under
+        A rank's part with mini-batches also has its rows per mini-batch in ``meta_info``, under
         :data:`megarl.workers.dispatch.MINI_BATCH_SIZES`.
 
         Args:
             write: writes the token values of a part that are still in this process to a store, before the cut, so that
                 the parts have references; see :func:`megarl.data.remote_columns.write_values`. None: the parts have
                 values.
+            shares: ranks of each receiver; the part of several ranks has their rows one rank after the other, see
+                :meth:`rank_rows`. None: each rank is a receiver.
 
         Raises:
             DataError: the partition is for another number of rows.
@@ -83,24 +103,42 @@ class Partition:
         if self.num_rows != len(batch):
             text = f"the batches of one call have {self.num_rows} and {len(batch)} rows"
             raise DataError(text, code="batch.different-rows")
+        shares = self._shares(shares)
         if write is not None:
-            batch = write_values(batch, self.rows, write)
-        parts = batch.parts(self.rows)
-        if self.mini_batch_rows is not None:
-            for part, sizes in zip(parts, self.mini_batch_sizes, strict=True):
-                part.meta_info = {**part.meta_info, MINI_BATCH_SIZES: sizes}
+            batch = write_values(batch, self.chunks(shares), write)
+        parts = batch.parts([self._rows_of(share) for share in shares])
+        for part, share in zip(parts, shares, strict=True):
+            if len(share) == 1:
+                part.meta_info |= self.rank_rows(share)[share[0]].info
         return parts
 
-    def collect(self, results: Sequence[Any]) -> Any:
-        """Join the ranks' results in the batch's row order.
+    def rank_rows(self, share: Sequence[int]) -> dict[int, RankRows]:
+        """Describe the part of each rank among several."""
+        if self.mini_batch_rows is None:
+            return {rank: RankRows(len(self.rows[rank]), {}) for rank in share}
+        sizes = self.mini_batch_sizes
+        return {rank: RankRows(len(self.rows[rank]), {MINI_BATCH_SIZES: sizes[rank]}) for rank in share}
+
+    def chunks(self, shares: Shares) -> Rows:
+        """Return the rows that are stored together: those of each receiver, each row once."""
+        stored: set[int] = set()
+        chunks = []
+        for share in sorted(shares, key=len, reverse=True):
+            chunks.append(self._rows_of([rank for rank in share if rank not in stored]))
+            stored.update(share)
+        return [rows for rows in chunks if rows]
+
+    def collect(self, results: Sequence[Any], shares: Shares | None = None) -> Any:
+        """Join the results in the batch's row order.
 
         Args:
-            results: by rank: a ``DataProto`` with ``n`` consecutive rows per row of its part, in the part's order; or a
-                ``dict`` or None.
+            results: of each rank or receiver: a ``DataProto`` with ``n`` consecutive rows per row of its part, in the
+                part's order; or a ``dict`` or None.
+            shares: ranks of each receiver, as in :meth:`split`.
 
         Returns:
-            For ``DataProto``: one with ``n`` rows per row of the batch, and rank 0's ``meta_info``. Otherwise rank 0's
-            result.
+            For ``DataProto``: one with ``n`` rows per row of the batch, and the first result's ``meta_info``. Otherwise
+            the first result.
 
         Raises:
             DataError: the ranks returned different types, or numbers of rows that do not match their parts.
@@ -112,18 +150,26 @@ class Partition:
                 f"DP ranks returned different types: {[type(result).__name__ for result in results]}",
                 code="worker.result-types",
             )
-        copies = len(results[0]) // len(self.rows[0])
-        for dp, (result, rows) in enumerate(zip(results, self.rows, strict=True)):
+        shares = self._shares(shares)
+        parts_rows = [self._rows_of(share) for share in shares]
+        copies = len(results[0]) // len(parts_rows[0])
+        for share, result, rows in zip(shares, results, parts_rows, strict=True):
             if len(result) != copies * len(rows) or not len(result):
-                text = f"DP rank {dp} returned {len(result)} rows for its {len(rows)}"
+                text = f"DP rank {', '.join(map(str, share))} returned {len(result)} rows for its {len(rows)}"
                 raise DataError(text, code="worker.result-rows")
-        _, first = np.unique(np.concatenate([np.asarray(rows, np.int64) for rows in self.rows]), return_index=True)
+        _, first = np.unique(np.concatenate([np.asarray(rows, np.int64) for rows in parts_rows]), return_index=True)
         order = (first[:, None] * copies + np.arange(copies)).reshape(-1)
         # Ranks may return different meta_info; the joined batch takes the first rank's.
         parts = [DataProto(result.tensors, result.non_tensor_batch) for result in results]
         joined = DataProto.concat(parts, order)
         joined.meta_info = dict(results[0].meta_info)
         return joined
+
+    def _shares(self, shares: Shares | None) -> Shares:
+        return [(rank,) for rank in range(len(self.rows))] if shares is None else shares
+
+    def _rows_of(self, share: Sequence[int]) -> list[int]:
+        return self.rows[share[0]] if len(share) == 1 else list(chain.from_iterable(self.rows[rank] for rank in share))
 
     def loads(self, lengths: Sequence[int], costs: Sequence[float]) -> tuple[list[float], list[float]]:
         """Sum the tokens of each rank, and its work relative to the mean of the ranks.

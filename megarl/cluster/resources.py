@@ -163,7 +163,7 @@ class PlacedPool:
 
     def local_rank(self, rank: int) -> int:
         """Count the lower ranks of the same role on the same node."""
-        return sum(self._node(lower) == self._node(rank) for lower in range(rank))
+        return sum(self.node(lower) == self.node(rank) for lower in range(rank))
 
     def actor_options(self, rank: int) -> dict[str, Any]:
         """Return the Ray options that place a rank of a role on its device."""
@@ -186,7 +186,7 @@ class PlacedPool:
         Raises:
             ResourceError: the GPUs are not on one node.
         """
-        if len({self._node(rank) for rank in ranks}) > 1:
+        if len({self.node(rank) for rank in ranks}) > 1:
             devices = [self.device_of(rank) for rank in ranks]
             raise ResourceError(
                 f"pool {self.pool.name!r}: devices {devices} of one process are on different nodes",
@@ -232,7 +232,7 @@ class PlacedPool:
         self._nodes[number] = table["bundles_to_node_id"][0]
         return True
 
-    def _node(self, rank: int) -> str | None:
+    def node(self, rank: int) -> str | None:
         """Return the last known node of a rank's device."""
         return self._nodes.get(self._bundles[self.device_of(rank)][0])
 

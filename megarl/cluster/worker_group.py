@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import functools
 import itertools
-import operator
+from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megarl.base.errors import ResourceError, WorkerError
+from megarl.cluster.call_targets import CallTarget, CallTargets
 from megarl.cluster.calls import (
     Collect,
     PendingCall,
@@ -19,18 +20,19 @@ from megarl.cluster.calls import (
     ScatteredCall,
     WorkerCall,
     WorkerFailed,
+    all_ended,
     for_rank,
     gather_results,
+    stored_once,
 )
 from megarl.cluster.partition import Partition, partition_groups, partition_rows
 from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
-from megarl.cluster.worker_process import BusyResult, WorkerInfo
+from megarl.cluster.worker_process import MappedRows, SplitResult, WorkerInfo
 from megarl.data import DataProto
 from megarl.data.remote_columns import RowFunction, RowMap, write_values
 from megarl.models.layout import ParallelLayout
-from megarl.sharding.placement import Routes
 from megarl.workers.dispatch import Dispatch, VerbMark
 from megarl.workers.settings import MicroBatchBudget
 
@@ -111,6 +113,11 @@ class WorkerGroup:
         present = [rank for rank in range(layout.world_size) if rank not in absent]
         self._starting = self._starter.start(present)
         self._actors: dict[int, Any] = {starting.rank: starting.actor for starting in self._starting}
+        dp_ranks = [layout.coordinate(rank).dp for rank in range(layout.world_size)]
+        self._targets = CallTargets(role, dp_ranks, self._owners)
+        self._by_node, self._unordered = False, list[WorkerCall]()
+        if on_device and not threads:
+            self._targets.start_callers({rank: pool.node(self.devices(rank)[0]) for rank in present}, self._actors)
         pool.processes.groups.append(self)
 
     @property
@@ -158,25 +165,24 @@ class WorkerGroup:
         mark = self._mark(verb)
         if mark.dispatch is Dispatch.RANK:
             raise TypeError(f"{self.role}.{verb} runs on one rank: use handle")
+        targets = self._begin(by_node=True)
         if mark.dispatch is Dispatch.SPLIT:
-            parts, partition = self._split_arguments(verb, mark, args)
-            both = [
-                actor.call_split.remote(verb, rank in self._owners, kwargs, *for_rank(parts[rank], rank))
-                for rank, actor in self._actors.items()
+            parts, partition = self._split_arguments(verb, mark, args, targets)
+            split = [
+                target.call_split(verb, mark.phase, partition.rank_rows(target.share), kwargs, part)
+                for target, part in zip(targets, parts, strict=True)
             ]
-            refs, chunks = [result for result, _ in both], [chunk for _, chunk in both]
-            collect_results: Collect = functools.partial(self._collect_rows, verb, partition, chunks)
+            calls = [one.call for one in split]
+            collect: Collect = functools.partial(
+                self._collect_rows, verb, partition, targets, [one.chunk for one in split]
+            )
         else:
-            # Large arguments are stored once, and all processes read the same copy.
-            shared = [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
-            ranks, all_ranks = self.ranks, mark.dispatch is Dispatch.ALL
-            owner = next((rank for rank in self._owners if rank in ranks), None)
-            refs = [
-                self._actors[rank].call.remote(verb, all_ranks or rank == owner, kwargs, *for_rank(shared, rank))
-                for rank in ranks
-            ]
-            collect_results = list if all_ranks or owner is None else operator.itemgetter(ranks.index(owner))
-        return PendingCall([self], self._calls(refs, verb, mark.phase), collect_results)
+            shared, all_ranks = stored_once(args), mark.dispatch is Dispatch.ALL
+            owner = next((rank for rank in self._owners if rank in self._actors), None)
+            kept = {rank for rank in self._actors if all_ranks or rank == owner}
+            calls = [target.call(verb, mark.phase, kept, kwargs, shared) for target in targets]
+            collect = functools.partial(_collect_ranks, targets, None if all_ranks else owner)
+        return PendingCall([self], self._sent(calls), collect)
 
     def store(self, verb: str, batch: DataProto) -> DataProto:
         """Write the token values of a batch to the object store, and return the batch with references.
@@ -186,7 +192,8 @@ class WorkerGroup:
         Args:
             verb: each data-parallel rank's rows of this ``SPLIT`` verb are one chunk.
         """
-        return write_values(batch, self.partition(verb, batch).rows, StoredChunk.write)
+        shares = [target.share for target in self._call_targets()]
+        return write_values(batch, self.partition(verb, batch).chunks(shares), StoredChunk.write)
 
     def row_map(self, verb: str) -> RowMap:
         """Return a map that runs row functions on the processes that own the results of a ``SPLIT`` verb.
@@ -214,13 +221,14 @@ class WorkerGroup:
             after_failure: start it in a failed group too, for the processes that live.
         """
         mark = self._mark(verb, after_failure=after_failure)
+        self._begin(by_node=False)
         calls = [
             self._remote_call(
                 self._actors[rank].call.remote(verb, True, {}, *for_rank(args, rank)), rank, verb, mark.phase
             )
             for rank in ranks
         ]
-        return PendingCall([self], calls, list)
+        return PendingCall([self], self._sent(calls), list)
 
     def handle(self, rank: int) -> RankHandle:
         """Return a handle on one process for its ``RANK`` verbs, which other processes can use too.
@@ -258,6 +266,7 @@ class WorkerGroup:
     def remove(self, ranks: Sequence[int]) -> None:
         """End processes, dead or alive; their ranks are absent. A failed group is usable again."""
         self._failure = None
+        self._targets.end_callers()
         for rank in ranks:
             self._infos.pop(rank, None)
             self.processes.pop(rank, None)
@@ -279,6 +288,7 @@ class WorkerGroup:
     def submit_scatter(self, verb: str, destinations: int, *args: Any, **kwargs: Any) -> ScatteredCall:
         """Start an ``ALL`` verb that returns ``{destination: payload}``; the payloads stay on the workers."""
         mark = self._mark(verb)
+        self._begin(by_node=False)
         refs = [
             actor.call_scatter.options(num_returns=destinations + 1).remote(
                 verb, destinations, kwargs, *for_rank(args, rank)
@@ -288,7 +298,7 @@ class WorkerGroup:
         # With one return value Ray returns a bare reference.
         refs = [[row] if isinstance(row, ray.ObjectRef) else list(row) for row in refs]
         calls = self._calls([row[-1] for row in refs], verb, mark.phase)
-        return ScatteredCall(self, calls, [row[:-1] for row in refs])
+        return ScatteredCall(self, self._sent(calls), [row[:-1] for row in refs])
 
     def submit_gather(
         self,
@@ -309,6 +319,7 @@ class WorkerGroup:
             places: the places in ``receivers`` of the ranks to start on; None = all.
         """
         mark = self._mark(verb)
+        self._begin(by_node=False)
         ranks = self.ranks if receivers is None else receivers
         each = len(payloads.refs[0]) // len(ranks)
         calls = []
@@ -318,7 +329,7 @@ class WorkerGroup:
                 verb, args, *[ref for row in payloads.refs for ref in row[part]]
             )
             calls.append(self._remote_call(ref, rank, verb, mark.phase))
-        return PendingCall([*payloads.groups, self], [*payloads.calls, *calls], lambda results: None)
+        return PendingCall([*payloads.groups, self], [*payloads.calls, *self._sent(calls)], lambda results: None)
 
     def kill(self, rank: int) -> None:
         """Kill one process, which :meth:`restart` replaces."""
@@ -330,6 +341,7 @@ class WorkerGroup:
 
     def shutdown(self) -> None:
         """Kill the processes."""
+        self._targets.end_callers()
         for actor in self._actors.values():
             ray.kill(actor)
         self._actors.clear()
@@ -352,45 +364,67 @@ class WorkerGroup:
         Raises:
             WorkerFailed: the function raised, or a process died.
         """
-        parts = partition.split(batch.present(columns), write=StoredChunk.write)
-        owners = self._owners[: len(parts)]
-        both = [
-            self._actors[owner].map_rows.remote(function, payload, *args)
-            for owner, payload in zip(owners, payloads_of(parts), strict=True)
+        busy = range(len(partition.rows))
+        targets = [
+            replace(target, owned=owned)
+            for target in self._begin(by_node=True)
+            if (owned := tuple(dp for dp in target.owned if dp in busy))
         ]
-        calls = [
-            self._remote_call(ref, owner, function.__name__, function.__name__)
-            for owner, (ref, _) in zip(owners, both, strict=True)
+        shares = [target.owned for target in targets]
+        parts = payloads_of(partition.split(batch.present(columns), StoredChunk.write, shares))
+        started = [
+            target.map_rows(function, partition.rank_rows(target.owned), part, args)
+            for target, part in zip(targets, parts, strict=True)
         ]
-        results = gather_results([self], calls, None)
-        columns_of = [attached(part, chunk) for (part, _), (_, chunk) in zip(results, both, strict=True)]
-        return partition.collect(columns_of), [facts for _, facts in results]
+        results: list[MappedRows] = gather_results([self], self._sent([one.call for one in started]))
+        tokens = [attached(result.columns, one.chunk) for result, one in zip(results, started, strict=True)]
+        facts = [dict(zip(share, result.facts, strict=True)) for share, result in zip(shares, results, strict=True)]
+        return partition.collect(tokens, shares), [fact for _, fact in sorted(ChainMap(*facts).items())]
 
-    def _split_arguments(self, verb: str, mark: VerbMark, args: Sequence[Any]) -> tuple[list[list[Any]], Partition]:
-        """Split the batches among ``args`` over data-parallel ranks: the arguments of each rank, and the partition."""
+    def _split_arguments(
+        self, verb: str, mark: VerbMark, args: Sequence[Any], targets: Sequence[CallTarget]
+    ) -> tuple[list[list[Any]], Partition]:
+        """Split the batches among ``args`` over data-parallel ranks: the arguments of each target, and the partition.
+
+        Targets with the same rows read one copy; the rows of one target travel with the call.
+        """
         batches = [arg for arg in args if isinstance(arg, DataProto)]
         if not batches:
             raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
         partition = self._partition(verb, mark, batches[0])
-        # One payload per DP rank, with one copy for its TP and PP ranks; for one rank it travels with the call.
-        shared = self.world_size > self.layout.dp
-        by_dp = [
-            [
-                ray.put(payload) if shared else payload
-                for payload in payloads_of(partition.split(mark.read(arg), write=StoredChunk.write))
-            ]
-            if isinstance(arg, DataProto)
-            else [arg] * self.layout.dp
-            for arg in args
-        ]
-        dp_ranks = [self.layout.coordinate(rank).dp for rank in range(self.world_size)]
-        return [[values[dp] for values in by_dp] for dp in dp_ranks], partition
+        receivers = Counter(target.share for target in targets)
+        shares = list(receivers)
+        columns: list[dict[tuple[int, ...], Any]] = []
+        for arg in args:
+            if isinstance(arg, DataProto):
+                payloads = payloads_of(partition.split(mark.read(arg), StoredChunk.write, shares))
+                pairs = zip(shares, payloads, strict=True)
+                columns.append({one: ray.put(part) if receivers[one] > 1 else part for one, part in pairs})
+            else:
+                columns.append(dict.fromkeys(shares, arg))
+        return [[column[target.share] for column in columns] for target in targets], partition
 
     def _collect_rows(
-        self, verb: str, partition: Partition, chunks: Sequence[ray.ObjectRef], results: Sequence[BusyResult]
+        self,
+        verb: str,
+        partition: Partition,
+        targets: Sequence[CallTarget],
+        chunks: Sequence[ray.ObjectRef],
+        results: Sequence[SplitResult],
     ) -> Any:
-        self._note_busy(verb, [result.busy_s for result in results])
-        return partition.collect([attached(results[owner].result, chunks[owner]) for owner in self._owners])
+        seconds = [
+            (rank, busy)
+            for target, result in zip(targets, results, strict=True)
+            for rank, busy in zip(target.ranks, result.busy_s, strict=True)
+        ]
+        self._note_busy(verb, [busy for _, busy in sorted(seconds)])
+        by_share = {
+            target.owned: attached(result.result, chunk)
+            for target, result, chunk in zip(targets, results, chunks, strict=True)
+            if target.owned
+        }
+        shares = sorted(by_share)  # the first result is that of DP rank 0
+        return partition.collect([by_share[share] for share in shares], shares)
 
     def _note_busy(self, verb: str, seconds: Sequence[float | None]) -> None:
         busiest = [0.0] * self.layout.dp
@@ -413,6 +447,26 @@ class WorkerGroup:
         if verb not in self.verbs:
             raise AttributeError(f"{self.role} has no verb {verb!r}; it has: {', '.join(sorted(self.verbs))}")
         return self.verbs[verb]
+
+    def _call_targets(self) -> list[CallTarget]:
+        return self._targets.of(self._actors, self._infos)
+
+    def _begin(self, by_node: bool) -> list[CallTarget]:
+        """Begin to send calls by node or by rank, and return the targets of calls by node.
+
+        Waits for calls that were sent the other way: Ray orders the calls of one sender, and nodes' callers are others.
+        """
+        if all_ended(self._unordered):
+            self._unordered.clear()
+        elif by_node is not self._by_node and self._failure is None:
+            gather_results([self], self._unordered)
+        self._by_node = by_node
+        return self._call_targets() if by_node else []
+
+    def _sent(self, calls: list[WorkerCall]) -> list[WorkerCall]:
+        if self._targets.has_callers:
+            self._unordered += calls
+        return calls
 
     def _calls(self, refs: Sequence[ray.ObjectRef], verb: str, phase: str = "") -> list[WorkerCall]:
         return [self._remote_call(ref, rank, verb, phase) for rank, ref in zip(self.ranks, refs, strict=True)]
@@ -458,6 +512,8 @@ def _wait_built(
     built = gather_results(groups, [replace(one.built, info=info) for one, info in starts], None, on_built)
     for (group, one), info in zip(ranks, built, strict=True):
         group._infos[one.rank] = info
+    for group in groups:
+        group._targets.connect(group._infos)
 
 
 def _count_workers(
@@ -469,6 +525,14 @@ def _count_workers(
     built, total = itertools.count(1), sum(len(group._starting) for group in groups)
     progress(0, total)
     return lambda call: progress(next(built), total)
+
+
+def _collect_ranks(targets: Sequence[CallTarget], owner: int | None, results: Sequence[Any]) -> Any:
+    """Return the results of all ranks in order, or the owner's only."""
+    by_rank: dict[int, Any] = {}
+    for target, result in zip(targets, results, strict=True):
+        by_rank |= zip(target.ranks, target.results(result), strict=True)
+    return [result for _, result in sorted(by_rank.items())] if owner is None else by_rank[owner]
 
 
 def _mini_batch_rows(mark: VerbMark, batch: DataProto) -> int | None:

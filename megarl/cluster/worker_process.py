@@ -70,16 +70,28 @@ class RemoteFailure(Exception):
     last_lines: str
 
 
-class BusyResult(NamedTuple):
-    """Result of a ``SPLIT`` verb on one process.
+class SplitResult(NamedTuple):
+    """Result of a ``SPLIT`` verb on one process, or on those of a node.
 
     Attributes:
-        result: result of the verb without its token values; None on a process that does not own it.
-        busy_s: seconds in the verb without collectives; None if the process is not traced.
+        result: result of the verb without its token values; None without an owner of it.
+        busy_s: seconds of each process in the verb without collectives; None if it is not traced.
     """
 
     result: Any
-    busy_s: float | None
+    busy_s: list[float | None]
+
+
+class MappedRows(NamedTuple):
+    """Result of a row function on one process, or on those of a node.
+
+    Attributes:
+        columns: new columns without their token values.
+        facts: facts about the part of each process.
+    """
+
+    columns: DataProto
+    facts: list[Any]
 
 
 _UNWATCHED = TracingOptions()
@@ -119,8 +131,7 @@ class WorkerProcess:
 
     def describe(self) -> WorkerInfo:
         """Describe the process before its worker exists, without verbs."""
-        node = ray.get_runtime_context().get_node_id()
-        return WorkerInfo(os.getpid(), ray.util.get_node_ip_address(), node, output_log(2), {})
+        return describe_process()
 
     def load(self, worker: str | type) -> None:
         """Import the worker's class, the longest part of the start; needs no other process."""
@@ -161,7 +172,7 @@ class WorkerProcess:
             self._worker = self._worker_cls(WorkerPlace(self._rank, self._world_size, host, port), **kwargs)
             if self._reserved is not None:
                 self._reserved.close()
-            return WorkerInfo(**{**vars(self.describe()), "marks": read_marks(self._worker_cls)})
+            return describe_process(read_marks(self._worker_cls))
 
     def call(self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any) -> Any:
         """Run a verb and return its result if ``keep``; other processes return None, so that only owners send data."""
@@ -172,7 +183,7 @@ class WorkerProcess:
     @ray.method(num_returns=2)
     def call_split(
         self, verb: str, keep: bool, kwargs: Mapping[str, Any], *args: Any
-    ) -> tuple[BusyResult, Chunk | None]:
+    ) -> tuple[SplitResult, Chunk | None]:
         """Run a ``SPLIT`` verb like :meth:`call`, and measure the seconds that this process was busy.
 
         The arguments' token values come out of Ray's object store, and the result's stay there.
@@ -188,12 +199,10 @@ class WorkerProcess:
             result = getattr(self._worker, verb)(*values, **kwargs)
             busy = time.monotonic_ns() - started - (TRACER.waited_ns - waited)
             kept, chunk = separated(result) if keep else (None, None)
-        return BusyResult(kept, max(0, busy) / 1e9 if self._tracing.active else None), chunk
+        return SplitResult(kept, [max(0, busy) / 1e9 if self._tracing.active else None]), chunk
 
     @ray.method(num_returns=2)
-    def map_rows(
-        self, function: RowFunction, payload: Payload, *args: Any
-    ) -> tuple[tuple[DataProto, Any], Chunk | None]:
+    def map_rows(self, function: RowFunction, rows: Payload | DataProto, *args: Any) -> tuple[MappedRows, Chunk | None]:
         """Run a row function on rows of a batch, in the worker's process.
 
         Returns:
@@ -202,10 +211,10 @@ class WorkerProcess:
         from megarl.cluster.stored_chunks import receive, separated
 
         with self._reporting_errors(function.__name__):
-            [batch] = receive([payload])
+            [batch] = receive([rows])
             columns, facts = function(batch, *args)
             kept, chunk = separated(columns)
-        return (kept, facts), chunk
+        return MappedRows(kept, [facts]), chunk
 
     def call_scatter(self, verb: str, destinations: int, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
         """Run a verb that returns ``{destination: payload}``; each payload becomes a separate Ray object.
@@ -278,6 +287,12 @@ class _ErrorReport:
         # SystemExit too: Ray would take it for a regular exit of the process.
         if isinstance(error, Exception | SystemExit):
             raise _remote_failure(self._role, self._rank, self._verb, error, frames) from None
+
+
+def describe_process(marks: dict[str, VerbMark] | None = None) -> WorkerInfo:
+    """Describe this process."""
+    node = ray.get_runtime_context().get_node_id()
+    return WorkerInfo(os.getpid(), ray.util.get_node_ip_address(), node, output_log(2), marks or {})
 
 
 def _remote_failure(

@@ -1,4 +1,5 @@
 import gc
+from contextlib import nullcontext
 
 import numpy as np
 import pytest
@@ -7,6 +8,7 @@ import torch
 from ray._private.internal_api import node_stats
 from ray._private.worker import global_worker
 from support.expected_errors import raises
+from support.node_callers import calls_by_node
 from support.waits import wait_until
 
 from megarl.base.errors import WorkerError
@@ -29,11 +31,13 @@ def pool(forked_workers):
         yield session.place([ResourcePool("main", "cpu", [2])])["main"]
 
 
-@pytest.fixture(scope="module")
-def group(pool):
-    group = WorkerGroup("echo", "tests.cluster.plain_workers.Echo", {}, ParallelLayout(tp=2, dp=2), pool)
+@pytest.fixture(scope="module", params=["called by rank", "called by node"])
+def group(pool, request):
+    with calls_by_node(4) if request.param == "called by node" else nullcontext():
+        group = WorkerGroup("echo", "tests.cluster.plain_workers.Echo", {}, ParallelLayout(tp=2, dp=2), pool)
     wait_ready([group])
-    return group
+    yield group
+    group.shutdown()
 
 
 @pytest.fixture
