@@ -20,8 +20,8 @@ FEWEST_RANKS = 64
 """A smaller group is called rank by rank: a verb costs its driver less than a tenth of a second."""
 
 
-class Addressed(NamedTuple):
-    """A call on a target, before its result.
+class StartedCall(NamedTuple):
+    """A call in progress.
 
     Attributes:
         chunk: reference to the result's token values.
@@ -71,21 +71,21 @@ class CallTarget:
 
     def call_split(
         self, verb: str, phase: str, rows: Mapping[int, RankRows], kwargs: Mapping[str, Any], args: Sequence[Any]
-    ) -> Addressed:
+    ) -> StartedCall:
         """Start a ``SPLIT`` verb; the result is a ``SplitResult``."""
         if self.is_node:
             ref, chunk = self.actor.call_split.remote(verb, phase, rows, kwargs, *self._for_ranks(args))
         else:
             ref, chunk = self.actor.call_split.remote(verb, bool(self.owned), kwargs, *for_rank(args, self.ranks[0]))
-        return Addressed(self.called(ref, verb, phase), chunk)
+        return StartedCall(self.called(ref, verb, phase), chunk)
 
     def map_rows(
         self, function: RowFunction, rows: Mapping[int, RankRows], payload: Any, args: Sequence[Any]
-    ) -> Addressed:
+    ) -> StartedCall:
         """Start a row function; the result is a ``MappedRows``."""
         arguments = (rows, payload, *args) if self.is_node else (payload, *args)
         ref, chunk = self.actor.map_rows.remote(function, *arguments)
-        return Addressed(self.called(ref, function.__name__, function.__name__), chunk)
+        return StartedCall(self.called(ref, function.__name__, function.__name__), chunk)
 
     def _for_ranks(self, args: Sequence[Any]) -> list[Any]:
         """Return the arguments with the values of this target's ranks only."""

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import functools
 import itertools
-from collections import ChainMap, Counter
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
@@ -28,8 +27,9 @@ from megarl.cluster.calls import (
 from megarl.cluster.partition import Partition, partition_groups, partition_rows
 from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool
-from megarl.cluster.stored_chunks import StoredChunk, attached, payloads_of
-from megarl.cluster.worker_process import MappedRows, SplitResult, WorkerInfo
+from megarl.cluster.split_calls import RowFunctionCall, SplitCall
+from megarl.cluster.stored_chunks import StoredChunk
+from megarl.cluster.worker_process import SplitResult, WorkerInfo
 from megarl.data import DataProto
 from megarl.data.remote_columns import RowFunction, RowMap, write_values
 from megarl.models.layout import ParallelLayout
@@ -167,15 +167,12 @@ class WorkerGroup:
             raise TypeError(f"{self.role}.{verb} runs on one rank: use handle")
         targets = self._begin(by_node=True)
         if mark.dispatch is Dispatch.SPLIT:
-            parts, partition = self._split_arguments(verb, mark, args, targets)
-            split = [
-                target.call_split(verb, mark.phase, partition.rank_rows(target.share), kwargs, part)
-                for target, part in zip(targets, parts, strict=True)
-            ]
-            calls = [one.call for one in split]
-            collect: Collect = functools.partial(
-                self._collect_rows, verb, partition, targets, [one.chunk for one in split]
-            )
+            batch = next((arg for arg in args if isinstance(arg, DataProto)), None)
+            if batch is None:
+                raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
+            split = SplitCall(self._partition(verb, mark, batch), targets)
+            calls = split.start(verb, mark, args, kwargs)
+            collect: Collect = functools.partial(self._collect_rows, verb, split)
         else:
             shared, all_ranks = stored_once(args), mark.dispatch is Dispatch.ALL
             owner = next((rank for rank in self._owners if rank in self._actors), None)
@@ -364,67 +361,13 @@ class WorkerGroup:
         Raises:
             WorkerFailed: the function raised, or a process died.
         """
-        busy = range(len(partition.rows))
-        targets = [
-            replace(target, owned=owned)
-            for target in self._begin(by_node=True)
-            if (owned := tuple(dp for dp in target.owned if dp in busy))
-        ]
-        shares = [target.owned for target in targets]
-        parts = payloads_of(partition.split(batch.present(columns), StoredChunk.write, shares))
-        started = [
-            target.map_rows(function, partition.rank_rows(target.owned), part, args)
-            for target, part in zip(targets, parts, strict=True)
-        ]
-        results: list[MappedRows] = gather_results([self], self._sent([one.call for one in started]))
-        tokens = [attached(result.columns, one.chunk) for result, one in zip(results, started, strict=True)]
-        facts = [dict(zip(share, result.facts, strict=True)) for share, result in zip(shares, results, strict=True)]
-        return partition.collect(tokens, shares), [fact for _, fact in sorted(ChainMap(*facts).items())]
+        mapped = RowFunctionCall(partition, self._begin(by_node=True))
+        calls = mapped.start(function, batch.present(columns), args)
+        return mapped.collect(gather_results([self], self._sent(calls)))
 
-    def _split_arguments(
-        self, verb: str, mark: VerbMark, args: Sequence[Any], targets: Sequence[CallTarget]
-    ) -> tuple[list[list[Any]], Partition]:
-        """Split the batches among ``args`` over data-parallel ranks: the arguments of each target, and the partition.
-
-        Targets with the same rows read one copy; the rows of one target travel with the call.
-        """
-        batches = [arg for arg in args if isinstance(arg, DataProto)]
-        if not batches:
-            raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
-        partition = self._partition(verb, mark, batches[0])
-        receivers = Counter(target.share for target in targets)
-        shares = list(receivers)
-        columns: list[dict[tuple[int, ...], Any]] = []
-        for arg in args:
-            if isinstance(arg, DataProto):
-                payloads = payloads_of(partition.split(mark.read(arg), StoredChunk.write, shares))
-                pairs = zip(shares, payloads, strict=True)
-                columns.append({one: ray.put(part) if receivers[one] > 1 else part for one, part in pairs})
-            else:
-                columns.append(dict.fromkeys(shares, arg))
-        return [[column[target.share] for column in columns] for target in targets], partition
-
-    def _collect_rows(
-        self,
-        verb: str,
-        partition: Partition,
-        targets: Sequence[CallTarget],
-        chunks: Sequence[ray.ObjectRef],
-        results: Sequence[SplitResult],
-    ) -> Any:
-        seconds = [
-            (rank, busy)
-            for target, result in zip(targets, results, strict=True)
-            for rank, busy in zip(target.ranks, result.busy_s, strict=True)
-        ]
-        self._note_busy(verb, [busy for _, busy in sorted(seconds)])
-        by_share = {
-            target.owned: attached(result.result, chunk)
-            for target, result, chunk in zip(targets, results, chunks, strict=True)
-            if target.owned
-        }
-        shares = sorted(by_share)  # the first result is that of DP rank 0
-        return partition.collect([by_share[share] for share in shares], shares)
+    def _collect_rows(self, verb: str, split: SplitCall, results: Sequence[SplitResult]) -> Any:
+        self._note_busy(verb, split.busy(results))
+        return split.collect(results)
 
     def _note_busy(self, verb: str, seconds: Sequence[float | None]) -> None:
         busiest = [0.0] * self.layout.dp

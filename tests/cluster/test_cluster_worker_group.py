@@ -204,9 +204,9 @@ def test_three_frames_of_the_group_submit_a_verb(echo, monkeypatch):
     monkeypatch.setattr(echo._targets, "_nodes", [])
     monkeypatch.setattr(echo, "_actors", dict.fromkeys(range(4), Recorder(0)))
     echo.about()
-    monkeypatch.setattr(echo, "_collect_rows", lambda verb, partition, targets, chunks, results: None)
+    monkeypatch.setattr(echo, "_collect_rows", lambda verb, split, results: None)
     echo.double(batch_of(4))
-    assert (stacks[0], stacks[-1]) == (["call", "submit", "call"], ["call", "submit", "call_split"])
+    assert (stacks[0], stacks[-1]) == (["call", "submit", "call"], ["call", "submit", "start", "call_split"])
 
 
 def test_submit_does_not_wait(sleeper, tmp_path):
