@@ -43,7 +43,7 @@ import subprocess
 import tempfile
 import time
 from collections import defaultdict
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
@@ -249,7 +249,7 @@ class SyncGroup:
         assert tuple(ranks) == self.ranks
         return Done(self._processes.call(self._role, verb, *args))
 
-    def submit_scatter(self, verb: str, destinations: int, *args: Any) -> Done:
+    def submit_scatter(self, verb: str, receivers: Mapping[int, Sequence[int]], width: int, *args: Any) -> Done:
         """Run a verb that returns messages by destination."""
         return self.submit_on(self.ranks, verb, *args)
 

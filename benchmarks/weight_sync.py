@@ -25,7 +25,7 @@ import statistics
 import tempfile
 import time
 import zlib
-from collections.abc import Callable, Collection, Iterator, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
@@ -348,7 +348,7 @@ class Ranks:
         assert list(ranks) == self.ranks
         return self.start(verb, *arguments)
 
-    def submit_scatter(self, verb: str, destinations: int, *arguments: Any) -> Answers:
+    def submit_scatter(self, verb: str, receivers: Mapping[int, Sequence[int]], width: int, *arguments: Any) -> Answers:
         """Start a verb that returns messages by destination."""
         return self.start(verb, *arguments)
 

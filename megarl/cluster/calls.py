@@ -263,10 +263,12 @@ class ScatteredCall(PendingCall):
     The result is None, available once every source rank has produced its payloads.
 
     Attributes:
-        refs: ``refs[source rank][destination]``, references to payloads. The driver never fetches a payload.
+        refs: references to the payloads of each receiver, in the order of the sources. The driver fetches none.
     """
 
-    def __init__(self, group: CallingGroup, calls: Sequence[WorkerCall], refs: list[list[ray.ObjectRef]]) -> None:
+    def __init__(
+        self, group: CallingGroup, calls: Sequence[WorkerCall], refs: Mapping[int, Sequence[ray.ObjectRef]]
+    ) -> None:
         super().__init__([group], calls, lambda results: None)
         self.refs = refs
 

@@ -219,7 +219,7 @@ class ShardingManager:
 
     def _export(self, index: int) -> ScatteredCall:
         """Start packing a bucket on every training rank; the receivers have read all buckets before ``index - 1``."""
-        return self._actor.submit_scatter("export_bucket", self.plan.rollout.world_size, index)
+        return self._actor.submit_scatter("export_bucket", self.plan.receivers[index], self.plan.rollout.tp, index)
 
     def _abort(self, version: int, *, pauses: bool) -> None:
         """Abort the sync on every process that lives and make all engines stale, without waiting.

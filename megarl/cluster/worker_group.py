@@ -282,20 +282,26 @@ class WorkerGroup:
         busy, self._busy = self._busy, {}
         return busy
 
-    def submit_scatter(self, verb: str, destinations: int, *args: Any, **kwargs: Any) -> ScatteredCall:
-        """Start an ``ALL`` verb that returns ``{destination: payload}``; the payloads stay on the workers."""
+    def submit_scatter(
+        self, verb: str, receivers: Mapping[int, Sequence[int]], width: int, *args: Any
+    ) -> ScatteredCall:
+        """Start an ``ALL`` verb that returns ``{destination: payload}``; the payloads stay on the workers.
+
+        Args:
+            receivers: those of each rank; a rank without receivers runs the verb too.
+            width: destinations of a receiver, which follow those of the receivers before.
+        """
         mark = self._mark(verb)
         self._begin(by_node=False)
-        refs = [
-            actor.call_scatter.options(num_returns=destinations + 1).remote(
-                verb, destinations, kwargs, *for_rank(args, rank)
-            )
-            for rank, actor in self._actors.items()
-        ]
-        # With one return value Ray returns a bare reference.
-        refs = [[row] if isinstance(row, ray.ObjectRef) else list(row) for row in refs]
-        calls = self._calls([row[-1] for row in refs], verb, mark.phase)
-        return ScatteredCall(self, self._sent(calls), [row[:-1] for row in refs])
+        done, refs = [], dict[int, list[ray.ObjectRef]]()
+        for rank, actor in self._actors.items():
+            own = receivers.get(rank, ())
+            call = actor.call_scatter.options(num_returns=len(own) + 1)
+            *payloads, end = _as_list(call.remote(verb, own, width, *for_rank(args, rank)))
+            done.append(end)
+            for receiver, payload in zip(own, payloads, strict=True):
+                refs.setdefault(receiver, []).append(payload)
+        return ScatteredCall(self, self._sent(self._calls(done, verb, mark.phase)), refs)
 
     def submit_gather(
         self,
@@ -307,24 +313,20 @@ class WorkerGroup:
     ) -> PendingCall:
         """Start an ``ALL`` verb as ``verb(*args, payloads of this rank)`` once the payloads are available.
 
-        Each rank receives the same number of consecutive destinations. Payloads travel between the processes directly.
-        The result is None, available when sources and receivers are done.
+        Payloads travel between the processes directly. The result is None, available when sources and receivers are
+        done.
 
         Args:
-            payloads: the call that produces the payloads, for all ``receivers``.
-            receivers: ranks in the order of the destinations; None = all.
+            receivers: ranks that are the receivers of ``payloads``, in order; None = all.
             places: the places in ``receivers`` of the ranks to start on; None = all.
         """
         mark = self._mark(verb)
         self._begin(by_node=False)
         ranks = self.ranks if receivers is None else receivers
-        each = len(payloads.refs[0]) // len(ranks)
         calls = []
         for place in range(len(ranks)) if places is None else places:
-            part, rank = slice(place * each, (place + 1) * each), ranks[place]
-            ref = self._actors[rank].call_gather.remote(
-                verb, args, *[ref for row in payloads.refs for ref in row[part]]
-            )
+            rank = ranks[place]
+            ref = self._actors[rank].call_gather.remote(verb, args, *payloads.refs.get(place, ()))
             calls.append(self._remote_call(ref, rank, verb, mark.phase))
         return PendingCall([*payloads.groups, self], [*payloads.calls, *self._sent(calls)], lambda results: None)
 
@@ -468,6 +470,11 @@ def _count_workers(
     built, total = itertools.count(1), sum(len(group._starting) for group in groups)
     progress(0, total)
     return lambda call: progress(next(built), total)
+
+
+def _as_list(refs: ray.ObjectRef | Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
+    """Return the references of a call; Ray returns a bare one for one value."""
+    return [refs] if isinstance(refs, ray.ObjectRef) else list(refs)
 
 
 def _collect_ranks(targets: Sequence[CallTarget], owner: int | None, results: Sequence[Any]) -> Any:

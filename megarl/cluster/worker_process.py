@@ -9,6 +9,7 @@ import time
 import traceback
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from itertools import chain
 from types import TracebackType
 from typing import TYPE_CHECKING, Any, NamedTuple
 
@@ -216,25 +217,25 @@ class WorkerProcess:
             kept, chunk = separated(columns)
         return MappedRows(kept, [facts]), chunk
 
-    def call_scatter(self, verb: str, destinations: int, kwargs: Mapping[str, Any], *args: Any) -> tuple[Any, ...]:
-        """Run a verb that returns ``{destination: payload}``; each payload becomes a separate Ray object.
+    def call_scatter(self, verb: str, receivers: Sequence[int], width: int, *args: Any) -> tuple[Any, ...]:
+        """Run a verb that returns ``{destination: payload}``; each receiver is ``width`` consecutive destinations.
 
         Returns:
-            One payload per destination (None for a destination without payload), then a final None. The driver waits
-            for the final None and never fetches a payload.
+            The payloads of each receiver, a Ray object each; then a final None. The driver waits for the final None and
+            never fetches a payload.
         """
         with self._reporting_errors(verb, args):
-            payloads = dict(getattr(self._worker, verb)(*args, **kwargs))
-            result = tuple(payloads.pop(index, None) for index in range(destinations))
-            if payloads:
-                raise ValueError(f"{verb} has payloads for {sorted(payloads)}, there are {destinations} destinations")
-        return (*result, None)
+            payloads: dict[int, list[Any]] = {receiver: [] for receiver in receivers}
+            for destination, payload in dict(getattr(self._worker, verb)(*args)).items():
+                if destination // width not in payloads:
+                    raise ValueError(f"{verb} has a payload for {destination}, the receivers are {list(receivers)}")
+                payloads[destination // width].append(payload)
+        return (*payloads.values(), None)
 
-    def call_gather(self, verb: str, args: Sequence[Any], *payloads: Any) -> None:
-        """Run a verb as ``verb(*args, payloads)`` with the list of payloads that are not None."""
-        present = [payload for payload in payloads if payload is not None]
+    def call_gather(self, verb: str, args: Sequence[Any], *payloads: Sequence[Any]) -> None:
+        """Run a verb as ``verb(*args, payloads)`` with the payloads of all sources."""
         with self._reporting_errors(verb, args):
-            getattr(self._worker, verb)(*args, present)
+            getattr(self._worker, verb)(*args, list(chain.from_iterable(payloads)))
 
     def _reporting_errors(self, verb: str, args: Sequence[Any] = ()) -> _ErrorReport:
         integers = {f"arg{position}": arg for position, arg in enumerate(args) if type(arg) is int}

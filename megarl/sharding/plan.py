@@ -23,6 +23,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
+from functools import cached_property
 from typing import NamedTuple
 
 import numpy as np
@@ -124,6 +125,18 @@ class ReshardPlan:
         pair, at = np.unique(source.astype(np.int64) * world + destination[part], return_inverse=True)
         nbytes = np.bincount(at.ravel(), np.broadcast_to(self.table.transfer_nbytes, source.shape).ravel())
         return pair // world, pair % world, nbytes.astype(np.int64)
+
+    @cached_property
+    def receivers(self) -> list[dict[int, list[int]]]:
+        """Replicas that a training rank sends to, by bucket and rank; ranks that send nothing are absent."""
+        replicas = np.arange(self.rollout.replicas)[:, None]
+        sources = int(self.source.max(initial=0)) + 1
+        keys = np.unique((self.bucket.astype(np.int64) * sources + self.source) * self.rollout.replicas + replicas)
+        pairs, replica = np.divmod(keys, self.rollout.replicas)
+        receivers: list[dict[int, list[int]]] = [{} for _ in self.buckets]
+        for bucket, source, number in zip(*map(np.ndarray.tolist, (*np.divmod(pairs, sources), replica)), strict=True):
+            receivers[bucket].setdefault(source, []).append(number)
+        return receivers
 
     def _buckets_of(self, replicas: Numbers, transfers: Numbers) -> list[Bucket]:
         return buckets_of(self, replicas, transfers, self.source[replicas, transfers], self.bucket[replicas, transfers])

@@ -75,8 +75,9 @@ class Shadowing(Sleeper):
 class Trainer:
     """Source of a weight sync: packs one number per destination."""
 
-    def __init__(self, place, destinations, fail_at=None):
-        self.rank, self.destinations, self.fail_at = place.rank, destinations, fail_at
+    def __init__(self, place, destinations, fail_at=None, only=None):
+        """``only``: destination of each bucket; None = all."""
+        self.rank, self.destinations, self.fail_at, self.only = place.rank, destinations, fail_at, only
         self.packed = set()
 
     @verb(Dispatch.ALL)
@@ -85,7 +86,8 @@ class Trainer:
             raise MemoryError("no shared memory for 12 bytes")
         self.packed = {earlier for earlier in self.packed if earlier > index - 2} | {index}
         # rank 1 has nothing for destination 0
-        return {to: 100 * index + 10 * self.rank + to for to in range(self.destinations) if to >= self.rank}
+        destinations = range(self.destinations) if self.only is None else [self.only[index]]
+        return {to: 100 * index + 10 * self.rank + to for to in destinations if to >= self.rank}
 
     @verb(Dispatch.ALL)
     def export_nowhere(self):

@@ -17,12 +17,19 @@ from megarl.sharding.placement import RolloutLayout
 from megarl.sharding.plan import SyncWave
 
 LAYOUT = RolloutLayout(replicas=2)
-PLAN = SimpleNamespace(buckets=(None,) * 3, nbytes=12, waves=(SyncWave(range(2), range(3)),), rollout=LAYOUT)
+PLAN = SimpleNamespace(
+    buckets=(None,) * 3,
+    nbytes=12,
+    waves=(SyncWave(range(2), range(3)),),
+    rollout=LAYOUT,
+    receivers=[{0: [0, 1], 1: [1]}] * 3,
+)
 WAVES = SimpleNamespace(
     buckets=(None,) * 3,
     nbytes=12,
     waves=(SyncWave(range(1), range(1)), SyncWave(range(1, 2), range(1, 3))),
     rollout=LAYOUT,
+    receivers=[{0: [0]}, {0: [1], 1: [1]}, {0: [1], 1: [1]}],
 )
 
 
@@ -60,7 +67,7 @@ def test_every_message_reaches_its_rank_in_order(peers):
 
 def test_the_processes_of_a_wave_hold_their_requests_and_get_their_messages(peers):
     trainer, engines = peers
-    actor = trainer()
+    actor = trainer(only=[0, 1, 1])
     manager = ShardingManager(WAVES, actor, engines, SyncOptions(verify_freq=1))
     for version in (1, 2):
         _, paused = manager.sync_weights_in_flight()
@@ -79,7 +86,9 @@ def test_process_receives_the_messages_of_all_its_ranks(peers):
     trainer, engines = peers
     actor, pool = trainer(destinations=4), engines.pool
     replicas = WorkerGroup("rollout", "tests.cluster.light_workers.Engine", {"ranks": 2}, ParallelLayout(dp=2), pool)
-    plan = SimpleNamespace(**vars(PLAN) | {"rollout": RolloutLayout(2, replicas=2)})
+    plan = SimpleNamespace(
+        **vars(PLAN) | {"rollout": RolloutLayout(2, replicas=2), "receivers": [{0: [0, 1], 1: [0, 1]}] * 3}
+    )
     ShardingManager(plan, actor, replicas, SyncOptions(verify_freq=1)).sync_weights()
     buckets = [[event for event in events if type(event[0]) is int] for events in replicas.seen()]
     first, second = [(0, [0, 1, 11]), (1, [100, 101, 111])], [(0, [2, 3, 12, 13]), (1, [102, 103, 112, 113])]
@@ -150,6 +159,6 @@ def test_stopped_process_is_named_and_can_be_replaced(peers, monkeypatch):
 def test_payload_for_an_unknown_destination_raises(peers):
     trainer, _ = peers
     actor = trainer()
-    with raises("worker.raised", "[2]", "2 destinations", error=WorkerFailed):
-        actor.submit_scatter("export_nowhere", 2).result()
+    with raises("worker.raised", "payload for 2", "[0, 1]", error=WorkerFailed):
+        actor.submit_scatter("export_nowhere", {0: [0, 1], 1: [0, 1]}, 1).result()
     actor.shutdown()

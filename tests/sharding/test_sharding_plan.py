@@ -124,6 +124,12 @@ def test_sender_and_receiver_list_the_same_ops_in_the_same_order(case, bucket_by
                 for op in bucket.ops:
                     listed[number, op.src_rank, op.dst_rank].append(op)
     assert ends[0] == ends[1]
+    assert {(number, src, dst // case.rollout.tp) for number, src, dst in ends[0]} == {
+        (number, src, replica)
+        for number, receivers in enumerate(plan.receivers)
+        for src, replicas in receivers.items()
+        for replica in replicas
+    }
     pairs = Counter()
     for (_, src, dst), ops in ends[0].items():
         pairs[src, dst] += sum(nbytes(plan, op) for op in ops)

@@ -35,7 +35,7 @@ class LocalGroup:
     def submit_on(self, ranks: Iterable[int], verb: str, *arguments: Any, after_failure: bool = False) -> Together:
         return Together([self.threads[rank].submit(self._call, rank, verb, arguments) for rank in ranks])
 
-    def submit_scatter(self, verb: str, destinations: Any, *arguments: Any) -> Together:
+    def submit_scatter(self, verb: str, receivers: Any, width: int, *arguments: Any) -> Together:
         return self.submit_on(self.ranks, verb, *arguments)
 
     def submit_gather(

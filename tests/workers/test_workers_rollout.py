@@ -181,7 +181,7 @@ class ActorGroup:
         assert list(ranks) == self.ranks
         return self.thread.submit(self.actor.call, verb, *arguments)
 
-    def submit_scatter(self, verb, destinations, *arguments):
+    def submit_scatter(self, verb, receivers, width, *arguments):
         return self.submit_on(self.ranks, verb, *arguments)
 
 
