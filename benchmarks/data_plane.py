@@ -19,7 +19,7 @@ import itertools
 import os
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Any
 
 os.environ["OMP_NUM_THREADS"] = "1"
@@ -35,11 +35,10 @@ from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
 from megarl.agents.types import SampleId, Trajectory
 from megarl.base.allocators import keep_freed_memory
 from megarl.cluster import stored_chunks
-from megarl.cluster.call_targets import FEWEST_RANKS, CallTarget, CallTargets
+from megarl.cluster.call_targets import CallTarget
 from megarl.cluster.calls import WorkerCall
 from megarl.cluster.fork_server import fork_server
-from megarl.cluster.node_caller import NodeCaller
-from megarl.cluster.partition import RankRows
+from megarl.cluster.node_caller import FEWEST_RANKS, CallTargets, NodeCaller
 from megarl.cluster.resources import ResourcePool
 from megarl.cluster.session import RaySession
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
@@ -48,7 +47,6 @@ from megarl.data import DataProto, token_counts
 from megarl.data.column_store import ragged_columns
 from megarl.data.columns import column_widths
 from megarl.data.ragged import Chunk
-from megarl.data.remote_columns import RowFunction
 from megarl.models import ParallelLayout
 from megarl.rewards import RewardManager, in_driver
 from megarl.rewards.outcome import Outcome
@@ -132,45 +130,23 @@ class SampleSource:
         return self._reports.pop(0)
 
 
-class AnyNode(NodeCaller):
-    """The caller of every node; its ranks are one process."""
-
-    def __init__(self, role: str, process: Any, tp: int) -> None:
-        dp = NODE // tp
-        super().__init__(
-            role,
-            dict.fromkeys(range(NODE), process),
-            {rank: rank // tp for rank in range(NODE)},
-            {rank: rank * tp for rank in range(dp)},
-        )
-
-    @ray.method(num_returns=2)
-    def call_split(
-        self, verb: str, phase: str, rows: Mapping[int, RankRows], kwargs: Mapping[str, Any], *args: Any
-    ) -> Any:
-        """Answer for the node of these DP ranks."""
-        return super().call_split(verb, phase, dict(enumerate(rows.values())), kwargs, *args)
-
-    @ray.method(num_returns=2)
-    def map_rows(self, function: RowFunction, rows: Mapping[int, RankRows], payload: Any, *args: Any) -> Any:
-        """Answer for the node of these DP ranks."""
-        return super().map_rows(function, dict(enumerate(rows.values())), payload, *args)
-
-
 class OneProcessGroup(WorkerGroup):
     """A group whose ranks all are one process, and another one calls it for every node."""
 
     def stand_for(self, ranks: int, tp: int, by_node: bool) -> None:
-        """Let the processes be all ranks and nodes."""
+        """Let the processes be all ranks and nodes; may be called again."""
         wait_ready([self])
+        self._targets.end_callers()
         self.layout = layout = ParallelLayout(tp=tp, dp=ranks // tp)
         self._owners = [layout.rank(dp=dp) for dp in range(layout.dp)]
         self._actors, self._infos = (dict.fromkeys(range(ranks), of[0]) for of in (self._actors, self._infos))
         self._targets = CallTargets(self.role, [layout.coordinate(rank).dp for rank in range(ranks)], self._owners)
         if by_node:
-            caller = ray.remote(AnyNode).options(num_cpus=0).remote(self.role, self._actors[0], tp)
             nodes = [range(first, first + NODE) for first in range(0, ranks, NODE)]
-            self._targets._nodes = [self._targets._target(caller, node, None) for node in nodes]
+            caller = ray.remote(NodeCaller).options(num_cpus=0).remote(self._targets.of_node(nodes[0], self._actors))
+            ray.get(caller.connect.remote(self._infos))
+            for node in nodes:
+                self._targets.add_node(caller, node)
 
 
 def samples_rows(samples: int, longest: int, mean: int, seed: int) -> dict[str, list[np.ndarray]]:

@@ -2,10 +2,11 @@
 
     python benchmarks/sync_calls.py --gpus 128 512
 
-The plans are those of ``reshard_plan.py``. A bucket costs a call on each training rank, which packs its messages, a
-call on each engine, and a Ray object for each training rank and engine that exchange something. The processes answer
-without weights. ``CPU s`` are those of the driver with its Ray threads. ``bare`` are the same calls without objects,
-the limit. ``all pairs`` would be the objects if each training rank returned one for each rollout rank.
+The plans are those of ``reshard_plan.py``. The training ranks pack the messages of a bucket, and the engines import
+them. There is a Ray object for each training rank, or each node, and each engine that exchange something. The processes
+answer without weights. Seconds are CPU seconds of the driver with its Ray threads. ``by rank``: the driver calls each
+training rank. ``by node``: it calls a process on each node. ``bare`` are the same calls without objects, the limit.
+``all pairs`` would be the objects if each training rank returned one for each rollout rank.
 """
 
 from __future__ import annotations
@@ -19,13 +20,14 @@ os.environ["OMP_NUM_THREADS"] = "1"
 from collections.abc import Mapping, Sequence
 from typing import Any
 
+from data_plane import NODE, OneProcessGroup
 from machine import benchmark_parser, parse_sizes, processor
 from reshard_plan import CASES, LARGEST, Case, plan_of, print_table, weight_map_of
 
 from megarl.cluster.fork_server import fork_server
 from megarl.cluster.resources import PlacedPool, ResourcePool
 from megarl.cluster.session import RaySession
-from megarl.cluster.worker_group import WorkerGroup, wait_ready
+from megarl.cluster.worker_group import WorkerGroup
 from megarl.models import ParallelLayout
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
 
@@ -46,15 +48,6 @@ class NullWorker:
         """Receive nothing."""
 
 
-class OneProcessGroup(WorkerGroup):
-    """A group whose ranks all are one process."""
-
-    def stand_for(self, ranks: int) -> None:
-        """Let the process be all ranks."""
-        wait_ready([self])
-        self._actors, self._infos = (dict.fromkeys(range(ranks), of[0]) for of in (self._actors, self._infos))
-
-
 def seconds_of(
     actor: WorkerGroup, rollout: WorkerGroup, routes: Sequence[Mapping[int, Sequence[int]]], width: int
 ) -> float:
@@ -70,20 +63,25 @@ def seconds_of(
 
 def row(case: Case, pool: PlacedPool, buckets: int) -> list[str]:
     """Return one line of the table."""
-    plan = plan_of(case, weight_map_of(case))
+    plan, tp = plan_of(case, weight_map_of(case)), min(case.train.tp, NODE)
     started = time.process_time()
     routes = plan.receivers
     planning = time.process_time() - started
-    groups = [OneProcessGroup(role, NullWorker, {}, ParallelLayout(), pool) for role in ("actor", "rollout")]
-    for group, size in zip(groups, (case.train.world_size, case.rollout.replicas), strict=True):
-        group.stand_for(size)
-    middle = len(routes) // 2
-    measured = routes[max(0, middle - buckets // 2) :][:buckets]
-    full = seconds_of(*groups, measured, case.rollout.tp)
-    bare = seconds_of(*groups, [{}] * len(measured), case.rollout.tp)
-    for group in groups:
+    middle = max(0, (len(routes) - buckets) // 2)
+    measured = routes[middle : middle + buckets]
+    actor, rollout = (OneProcessGroup(role, NullWorker, {}, ParallelLayout(), pool) for role in ("actor", "rollout"))
+    rollout.stand_for(case.rollout.replicas, 1, by_node=False)
+    seconds = []
+    for by_node in (False, True):
+        actor.stand_for(case.train.world_size, tp, by_node)
+        bare = [{}] * len(measured)
+        seconds += [seconds_of(actor, rollout, some, case.rollout.tp) for some in (bare, measured)]
+    for group in (actor, rollout):
         group.shutdown()
     objects = statistics.mean(sum(map(len, receivers.values())) for receivers in routes)
+    of_nodes = statistics.mean(
+        len({(rank // NODE, place) for rank, places in receivers.items() for place in places}) for receivers in routes
+    )
     return [
         case.model,
         f"{case.train.world_size} -> {case.rollout.replicas} x {case.rollout.tp}",
@@ -91,10 +89,11 @@ def row(case: Case, pool: PlacedPool, buckets: int) -> list[str]:
         str(len(routes)),
         f"{case.train.world_size * case.rollout.world_size:,}",
         f"{objects:,.0f}",
+        f"{of_nodes:,.0f}",
         f"{planning:.2f}",
-        f"{bare:.2f}",
-        f"{full:.2f}",
-        f"{full * len(routes):.1f}",
+        *(f"{value:.3f}" for value in seconds),
+        f"{seconds[1] * len(routes):.1f}",
+        f"{seconds[3] * len(routes):.1f}",
     ]
 
 
@@ -107,12 +106,12 @@ def main() -> None:
     parser.add_argument("--buckets", type=int, default=5, help="buckets of a sync that are measured")
     args = parse_sizes(parser, gpus=[16], buckets=1)
     cases = [*(case._replace(apart=apart) for case in CASES for apart in (False, True)), LARGEST]
-    head = ["model", "ranks -> engines", "GPUs", "buckets", "all pairs", "objects", "routes s"]
-    head += ["bare CPU s", "CPU s", "CPU s of a sync"]
+    head = ["model", "ranks -> engines", "GPUs", "buckets", "all pairs", "by rank", "by node", "routes s"]
+    head += ["by rank, bare", "by rank", "by node, bare", "by node", "sync by rank", "sync by node"]
     with fork_server(), RaySession(num_cpus=2) as session:
         pool = session.place([ResourcePool("main", "cpu", [1])])["main"]
         rows = [row(case, pool, args.buckets) for case in cases if case.train.world_size in args.gpus]
-    print(f"{processor()}; objects and CPU seconds of one bucket\n")
+    print(f"{processor()}; objects and the driver's CPU seconds of one bucket, and of all buckets of a sync\n")
     print_table(head, rows)
 
 

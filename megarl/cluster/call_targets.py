@@ -1,23 +1,18 @@
-"""Targets of a worker group's calls: each rank, or in a large group each node's caller."""
+"""A target of a worker group's calls: the process of a rank, or the one that calls the ranks of a node."""
 
 from __future__ import annotations
 
-from collections import defaultdict
 from collections.abc import Collection, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass
+from itertools import chain
 from typing import Any, NamedTuple
 
 import ray
-from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.calls import PerRank, WorkerCall, for_rank, gather
-from megarl.cluster.node_caller import NodeCaller
-from megarl.cluster.partition import RankRows
+from megarl.cluster.calls import PerRank, WorkerCall, for_rank
+from megarl.cluster.partition import Partition
 from megarl.cluster.worker_process import WorkerInfo
 from megarl.data.remote_columns import RowFunction
-
-FEWEST_RANKS = 64
-"""A smaller group is called rank by rank: a verb costs its driver less than a tenth of a second."""
 
 
 class StartedCall(NamedTuple):
@@ -33,13 +28,15 @@ class StartedCall(NamedTuple):
 
 @dataclass(frozen=True)
 class CallTarget:
-    """A process that the driver calls: a rank, or the caller of a node's ranks.
+    """A process that is called for some ranks.
 
     Attributes:
+        actor: a :class:`~megarl.cluster.worker_process.WorkerProcess`, or for several ranks a
+            :class:`~megarl.cluster.node_caller.NodeCaller`; both have the methods that start here.
         ranks: in order.
         share: DP ranks whose rows the target receives.
         owned: DP ranks whose results it returns.
-        info: the process.
+        info: the process; None before it has described itself.
     """
 
     role: str
@@ -47,17 +44,17 @@ class CallTarget:
     ranks: tuple[int, ...]
     share: tuple[int, ...]
     owned: tuple[int, ...]
-    info: WorkerInfo | None
+    info: WorkerInfo | None = None
 
     @property
     def is_node(self) -> bool:
-        """Whether the process is a node's caller."""
+        """Whether the process calls the ranks of a node."""
         return len(self.ranks) > 1
 
     def call(
         self, verb: str, phase: str, keep: Collection[int], kwargs: Mapping[str, Any], args: Sequence[Any]
     ) -> WorkerCall:
-        """Start a verb; the result has the results of all ranks of the target; see :meth:`results`."""
+        """Start a verb, see :meth:`results`; the ranks in ``keep`` return their results, others None."""
         if self.is_node:
             kept = [rank for rank in self.ranks if rank in keep]
             ref = self.actor.call.remote(verb, phase, kept, kwargs, *self._for_ranks(args))
@@ -70,22 +67,35 @@ class CallTarget:
         return result if self.is_node else [result]
 
     def call_split(
-        self, verb: str, phase: str, rows: Mapping[int, RankRows], kwargs: Mapping[str, Any], args: Sequence[Any]
+        self, verb: str, phase: str, partition: Partition, kwargs: Mapping[str, Any], args: Sequence[Any]
     ) -> StartedCall:
-        """Start a ``SPLIT`` verb; the result is a ``SplitResult``."""
+        """Start a ``SPLIT`` verb on the target's rows; the result is a ``SplitResult``."""
         if self.is_node:
-            ref, chunk = self.actor.call_split.remote(verb, phase, rows, kwargs, *self._for_ranks(args))
+            own = partition.of_ranks(self.share)
+            ref, chunk = self.actor.call_split.remote(verb, own, kwargs, *self._for_ranks(args))
         else:
             ref, chunk = self.actor.call_split.remote(verb, bool(self.owned), kwargs, *for_rank(args, self.ranks[0]))
         return StartedCall(self.called(ref, verb, phase), chunk)
 
-    def map_rows(
-        self, function: RowFunction, rows: Mapping[int, RankRows], payload: Any, args: Sequence[Any]
-    ) -> StartedCall:
-        """Start a row function; the result is a ``MappedRows``."""
-        arguments = (rows, payload, *args) if self.is_node else (payload, *args)
-        ref, chunk = self.actor.map_rows.remote(function, *arguments)
+    def map_rows(self, function: RowFunction, partition: Partition, payload: Any, args: Sequence[Any]) -> StartedCall:
+        """Start a row function on the target's rows; the result is a ``MappedRows``."""
+        own = [partition.of_ranks(self.owned)] if self.is_node else []
+        ref, chunk = self.actor.map_rows.remote(function, *own, payload, *args)
         return StartedCall(self.called(ref, function.__name__, function.__name__), chunk)
+
+    def call_scatter(
+        self, verb: str, phase: str, receivers: Mapping[int, Sequence[int]], width: int, args: Sequence[Any]
+    ) -> tuple[WorkerCall, dict[int, ray.ObjectRef]]:
+        """Start a verb that returns payloads; returns the call, and the reference to each receiver's payloads."""
+        own = {rank: receivers.get(rank, ()) for rank in self.ranks}
+        places = sorted(set(chain.from_iterable(own.values())))
+        start = self.actor.call_scatter.options(num_returns=len(places) + 1)
+        if self.is_node:
+            refs = start.remote(verb, phase, own, width, *self._for_ranks(args))
+        else:
+            refs = start.remote(verb, places, width, *for_rank(args, self.ranks[0]))
+        *payloads, done = [refs] if isinstance(refs, ray.ObjectRef) else refs  # Ray returns one reference as it is
+        return self.called(done, verb, phase), dict(zip(places, payloads, strict=True))
 
     def _for_ranks(self, args: Sequence[Any]) -> list[Any]:
         """Return the arguments with the values of this target's ranks only."""
@@ -97,78 +107,3 @@ class CallTarget:
     def called(self, ref: ray.ObjectRef, verb: str, phase: str) -> WorkerCall:
         """Describe a call on the process."""
         return WorkerCall(ref, self.role, self.ranks[0], verb, phase, self.info, self.ranks[1:])
-
-
-class CallTargets:
-    """The targets of a group; see :class:`CallTarget`.
-
-    Args:
-        dp_ranks: DP rank of each rank.
-        owners: rank that owns the results of each DP rank.
-    """
-
-    def __init__(self, role: str, dp_ranks: Sequence[int], owners: Sequence[int]) -> None:
-        self._role, self._dp_ranks = role, dp_ranks
-        self._owned = {owner: dp for dp, owner in enumerate(owners)}
-        self._nodes: list[CallTarget] = []
-
-    @property
-    def has_callers(self) -> bool:
-        """Whether some ranks are called by a process on their node."""
-        return bool(self._nodes)
-
-    def start_callers(self, nodes: Mapping[int, str | None], processes: Mapping[int, Any]) -> None:
-        """Start each node's caller without waiting, if the group is large.
-
-        Args:
-            nodes: node of each rank; None = unknown.
-            processes: process of each rank.
-        """
-        by_node: dict[str | None, list[int]] = defaultdict(list)
-        for rank in sorted(processes) if len(processes) >= FEWEST_RANKS else ():
-            by_node[nodes[rank]].append(rank)
-        for node, ranks in by_node.items():
-            if node is not None and len(ranks) > 1:
-                place = NodeAffinitySchedulingStrategy(node, soft=False)
-                actor = (
-                    ray.remote(NodeCaller)
-                    .options(num_cpus=0, scheduling_strategy=place)
-                    .remote(
-                        self._role,
-                        {rank: processes[rank] for rank in ranks},
-                        {rank: self._dp_ranks[rank] for rank in ranks},
-                        {self._owned[rank]: rank for rank in ranks if rank in self._owned},
-                    )
-                )
-                self._nodes.append(self._target(actor, ranks, None))
-
-    def connect(self, infos: Mapping[int, WorkerInfo]) -> None:
-        """Describe the ranks' processes to the callers, and wait for their start.
-
-        Raises:
-            WorkerFailed: a caller did not start.
-        """
-        calls = [
-            node.called(node.actor.connect.remote({rank: infos[rank] for rank in node.ranks}), "start", "")
-            for node in self._nodes
-        ]
-        self._nodes = [replace(node, info=info) for node, info in zip(self._nodes, gather(calls), strict=True)]
-
-    def of(self, processes: Mapping[int, Any], infos: Mapping[int, WorkerInfo]) -> list[CallTarget]:
-        """Return the targets that reach all processes, by first rank."""
-        called = {rank for node in self._nodes for rank in node.ranks}
-        ranks = [
-            self._target(actor, (rank,), infos.get(rank)) for rank, actor in processes.items() if rank not in called
-        ]
-        return sorted([*self._nodes, *ranks], key=lambda target: target.ranks[0])
-
-    def end_callers(self) -> None:
-        """End the callers; each rank is a target from now on."""
-        for node in self._nodes:
-            ray.kill(node.actor)
-        self._nodes.clear()
-
-    def _target(self, actor: Any, ranks: Sequence[int], info: WorkerInfo | None) -> CallTarget:
-        share = tuple(sorted({self._dp_ranks[rank] for rank in ranks}))
-        owned = tuple(sorted(self._owned[rank] for rank in ranks if rank in self._owned))
-        return CallTarget(self._role, actor, tuple(ranks), share, owned, info)

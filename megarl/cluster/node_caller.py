@@ -6,21 +6,26 @@ nodes instead of ranks. The process reads the values of its ranks' rows, and joi
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Mapping, Sequence
-from itertools import accumulate, pairwise
+from dataclasses import replace
+from itertools import chain
 from typing import Any
 
 import ray
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-from megarl.cluster.calls import PerRank, WorkerCall, for_rank, gather, stored_once
-from megarl.cluster.partition import Partition, RankRows
-from megarl.cluster.stored_chunks import Payload, attached, receive, separated
+from megarl.cluster.call_targets import CallTarget
+from megarl.cluster.calls import gather, stored_once
+from megarl.cluster.partition import Partition
+from megarl.cluster.split_calls import RowFunctionCall, SplitCall
+from megarl.cluster.stored_chunks import Payload, receive, separated
 from megarl.cluster.worker_process import MappedRows, SplitResult, WorkerInfo, describe_process
 from megarl.data.ragged import Chunk
 from megarl.data.remote_columns import RowFunction
 
-Rows = Mapping[int, RankRows]
-"""Rows of the node's DP ranks, consecutive in a batch."""
+FEWEST_RANKS = 64
+"""A smaller group is called rank by rank: a verb costs its driver less than a tenth of a second."""
 
 
 class NodeCaller:
@@ -29,90 +34,139 @@ class NodeCaller:
     A verb ends with the first failure of a rank, see :func:`megarl.cluster.calls.gather`.
 
     Args:
-        actors: processes of the ranks.
-        dp_ranks: DP rank of each rank.
-        owners: ranks here that own the results of DP ranks, by DP rank.
+        targets: the ranks; their DP ranks are numbered among those of this node.
     """
 
-    def __init__(
-        self, role: str, actors: Mapping[int, Any], dp_ranks: Mapping[int, int], owners: Mapping[int, int]
-    ) -> None:
-        self._role, self._actors, self._dp_ranks, self._owners = role, actors, dp_ranks, owners
-        self._infos: Mapping[int, WorkerInfo] = {}
+    def __init__(self, targets: Sequence[CallTarget]) -> None:
+        self._targets = list(targets)
 
     def connect(self, infos: Mapping[int, WorkerInfo]) -> WorkerInfo:
-        """Receive the descriptions of the ranks' processes, for errors; returns that of this process."""
-        self._infos = infos
+        """Receive the descriptions of the ranks' processes; returns that of this process."""
+        self._targets = [replace(target, info=infos[target.ranks[0]]) for target in self._targets]
         return describe_process()
 
     def call(self, verb: str, phase: str, keep: Sequence[int], kwargs: Mapping[str, Any], *args: Any) -> list[Any]:
-        """Run a verb on all ranks, like :meth:`WorkerProcess.call`; ``keep`` are the ranks that return a result."""
+        """Run a verb on all ranks; those in ``keep`` return their results, others None."""
         shared = stored_once(args)
-        refs = {
-            rank: actor.call.remote(verb, rank in keep, kwargs, *for_rank(shared, rank))
-            for rank, actor in self._actors.items()
-        }
-        return self._gather(verb, phase, refs)
+        return gather([target.call(verb, phase, keep, kwargs, shared) for target in self._targets])
 
     @ray.method(num_returns=2)
     def call_split(
-        self, verb: str, phase: str, rows: Rows, kwargs: Mapping[str, Any], *args: Any
+        self, verb: str, partition: Partition, kwargs: Mapping[str, Any], *args: Any
     ) -> tuple[SplitResult, Chunk | None]:
-        """Run a ``SPLIT`` verb on all ranks, like :meth:`WorkerProcess.call_split`."""
-        parts = [_cut(arg, rows) if isinstance(arg, Payload) else arg for arg in args]
-        by_rank = [
-            PerRank({rank: part[dp] for rank, dp in self._dp_ranks.items()}) if isinstance(arg, Payload) else arg
-            for arg, part in zip(args, parts, strict=True)
-        ]
-        owning = set(self._owners.values())
-        both = {
-            rank: actor.call_split.remote(verb, rank in owning, kwargs, *for_rank(by_rank, rank))
-            for rank, actor in self._actors.items()
-        }
-        results = self._gather(verb, phase, {rank: refs[0] for rank, refs in both.items()})
-        busy = [seconds for result in results for seconds in result.busy_s]
-        by_owner = {
-            rank: (result.result, both[rank][1]) for rank, result in zip(both, results, strict=True) if rank in owning
-        }
-        joined, chunk = self._join(rows, by_owner)
-        return SplitResult(joined, busy), chunk
+        """Run a ``SPLIT`` verb on all ranks, like :meth:`.WorkerProcess.call_split`."""
+        info = self._targets[0].info
+        assert info is not None, "connect() comes first"
+        split = SplitCall(partition, self._targets)
+        results = gather(split.start(verb, info.marks[verb], receive(args), kwargs))
+        joined, chunk = separated(split.collect(results))
+        return SplitResult(joined, split.busy(results)), chunk
 
     @ray.method(num_returns=2)
     def map_rows(
-        self, function: RowFunction, rows: Rows, payload: Payload, *args: Any
+        self, function: RowFunction, partition: Partition, payload: Payload, *args: Any
     ) -> tuple[MappedRows, Chunk | None]:
-        """Run a row function on the owners of these rows, like :meth:`WorkerProcess.map_rows`."""
-        parts = _cut(payload, rows)
-        both = {
-            self._owners[dp]: self._actors[self._owners[dp]].map_rows.remote(function, parts[dp], *args) for dp in rows
-        }
-        name = function.__name__
-        results: list[MappedRows] = self._gather(name, name, {rank: refs[0] for rank, refs in both.items()})
-        columns = {rank: (result.columns, both[rank][1]) for rank, result in zip(both, results, strict=True)}
-        joined, chunk = self._join(rows, columns)
-        return MappedRows(joined, [fact for result in results for fact in result.facts]), chunk
+        """Run a row function on the ranks that own results, like :meth:`.WorkerProcess.map_rows`."""
+        owners = sorted((target for target in self._targets if target.owned), key=lambda target: target.owned)
+        mapped = RowFunctionCall(partition, [replace(owner, owned=(at,)) for at, owner in enumerate(owners)])
+        [batch] = receive([payload])
+        columns, facts = mapped.collect(gather(mapped.start(function, batch, args)))
+        joined, chunk = separated(columns)
+        return MappedRows(joined, facts), chunk
 
-    def _gather(self, verb: str, phase: str, refs: Mapping[int, ray.ObjectRef]) -> list[Any]:
-        infos = self._infos
-        return gather([WorkerCall(ref, self._role, rank, verb, phase, infos.get(rank)) for rank, ref in refs.items()])
+    def call_scatter(
+        self, verb: str, phase: str, receivers: Mapping[int, Sequence[int]], width: int, *args: Any
+    ) -> tuple[Any, ...]:
+        """Run a verb that returns payloads on all ranks, like :meth:`.WorkerProcess.call_scatter`.
 
-    def _join(self, rows: Rows, results: Mapping[int, tuple[Any, ray.ObjectRef]]) -> tuple[Any, Chunk | None]:
-        """Join the owners' results and chunks, by rank, in the order of the DP ranks."""
-        owned = [dp for dp in rows if dp in self._owners]
-        if not owned:
-            return None, None
-        ends = accumulate((rows[dp].rows for dp in owned), initial=0)
-        partition = Partition([list(range(begin, end)) for begin, end in pairwise(ends)])
-        return separated(partition.collect([attached(*results[self._owners[dp]]) for dp in owned]))
+        Returns:
+            The payloads for each receiver, of all ranks in order; then None.
+        """
+        started = [target.call_scatter(verb, phase, receivers, width, args) for target in self._targets]
+        gather([call for call, _ in started])
+        places = sorted(set(chain(*receivers.values())))
+        of_places = ([refs[place] for _, refs in started if place in refs] for place in places)
+        return (*(list(chain(*ray.get(refs))) for refs in of_places), None)
 
 
-def _cut(payload: Payload, rows: Rows) -> dict[int, ray.ObjectRef]:
-    """Read the values of a batch, and store the part of each DP rank."""
-    [batch] = receive([payload])
-    ends = accumulate((of.rows for of in rows.values()), initial=0)
-    parts = {}
-    for (dp, of), (begin, end) in zip(rows.items(), pairwise(ends), strict=True):
-        part = batch[begin:end]
-        part.meta_info |= of.info
-        parts[dp] = ray.put(part)
-    return parts
+class CallTargets:
+    """The targets of a group's calls: its ranks, or in a large group the callers of its nodes.
+
+    Args:
+        dp_ranks: DP rank of each rank.
+        owners: rank that owns the results of each DP rank.
+    """
+
+    def __init__(self, role: str, dp_ranks: Sequence[int], owners: Sequence[int]) -> None:
+        self._role, self._dp_ranks = role, dp_ranks
+        self._owned = {owner: dp for dp, owner in enumerate(owners)}
+        self._nodes: list[CallTarget] = []
+
+    @property
+    def has_callers(self) -> bool:
+        """Whether processes on the nodes call the ranks."""
+        return bool(self._nodes)
+
+    def start_callers(self, nodes: Mapping[int, str | None], processes: Mapping[int, Any]) -> None:
+        """Start each node's caller without waiting, if the group is large.
+
+        Args:
+            nodes: node of each rank; None = unknown.
+            processes: process of each rank.
+        """
+        by_node: dict[str | None, list[int]] = defaultdict(list)
+        for rank in sorted(processes) if len(processes) >= FEWEST_RANKS else ():
+            by_node[nodes[rank]].append(rank)
+        for node, ranks in by_node.items():
+            if node is not None and len(ranks) > 1:
+                strategy = NodeAffinitySchedulingStrategy(node, soft=False)
+                caller = ray.remote(NodeCaller).options(num_cpus=0, scheduling_strategy=strategy)
+                self.add_node(caller.remote(self.of_node(ranks, processes)), ranks)
+
+    def of_node(self, ranks: Sequence[int], processes: Mapping[int, Any]) -> list[CallTarget]:
+        """Return the ranks of a node as targets of its caller, with DP ranks numbered among those of the node."""
+        numbers = {dp: number for number, dp in enumerate(self._target(None, ranks).share)}
+        targets = [self._target(processes[rank], [rank]) for rank in ranks]
+        return [
+            replace(
+                target,
+                share=tuple(numbers[dp] for dp in target.share),
+                owned=tuple(numbers[dp] for dp in target.owned),
+            )
+            for target in targets
+        ]
+
+    def add_node(self, caller: Any, ranks: Sequence[int]) -> None:
+        """Have these ranks called by a :class:`NodeCaller`."""
+        self._nodes.append(self._target(caller, ranks))
+
+    def connect(self, infos: Mapping[int, WorkerInfo]) -> None:
+        """Describe the ranks' processes to the callers, and wait for their start.
+
+        Raises:
+            WorkerFailed: a caller did not start.
+        """
+        calls = [
+            node.called(node.actor.connect.remote({rank: infos[rank] for rank in node.ranks}), "start", "")
+            for node in self._nodes
+        ]
+        self._nodes = [replace(node, info=info) for node, info in zip(self._nodes, gather(calls), strict=True)]
+
+    def of(self, processes: Mapping[int, Any], infos: Mapping[int, WorkerInfo]) -> list[CallTarget]:
+        """Return the targets that reach all processes, by first rank."""
+        called = {rank for node in self._nodes for rank in node.ranks}
+        ranks = [
+            self._target(actor, [rank], infos.get(rank)) for rank, actor in processes.items() if rank not in called
+        ]
+        return sorted([*self._nodes, *ranks], key=lambda target: target.ranks[0])
+
+    def end_callers(self) -> None:
+        """End the callers; each rank is a target from now on."""
+        for node in self._nodes:
+            ray.kill(node.actor)
+        self._nodes.clear()
+
+    def _target(self, actor: Any, ranks: Sequence[int], info: WorkerInfo | None = None) -> CallTarget:
+        share = tuple(sorted({self._dp_ranks[rank] for rank in ranks}))
+        owned = tuple(sorted(self._owned[rank] for rank in ranks if rank in self._owned))
+        return CallTarget(self._role, actor, tuple(ranks), share, owned, info)

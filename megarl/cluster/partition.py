@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 from functools import cached_property
-from itertools import chain, pairwise
-from typing import Any, NamedTuple
+from itertools import accumulate, chain, pairwise
+from typing import Any
 
 import numpy as np
 
@@ -39,18 +39,6 @@ Shares = Sequence[tuple[int, ...]]
 """Data-parallel ranks of each receiver: one rank, or those of a node."""
 
 
-class RankRows(NamedTuple):
-    """A data-parallel rank's part of a batch.
-
-    Attributes:
-        rows: number of rows.
-        info: entries of its ``meta_info`` that other ranks do not have.
-    """
-
-    rows: int
-    info: dict[str, Any]
-
-
 @dataclass(frozen=True)
 class Partition:
     """Rows of a batch that each data-parallel rank gets.
@@ -58,10 +46,12 @@ class Partition:
     Attributes:
         rows: positions in the batch, by rank. With mini-batches, a rank has its rows of the first, then of the second.
         mini_batch_rows: rows per global mini-batch, consecutive in the batch; None = no mini-batches.
+        sizes: rows of each mini-batch, by rank; None = by ``mini_batch_rows``.
     """
 
     rows: Rows
     mini_batch_rows: int | None = None
+    sizes: list[list[int]] | None = None
 
     @property
     def num_rows(self) -> int:
@@ -71,6 +61,8 @@ class Partition:
     @cached_property
     def mini_batch_sizes(self) -> list[list[int]]:
         """Rows of each mini-batch, by rank."""
+        if self.sizes is not None:
+            return self.sizes
         size = self.mini_batch_rows or self.num_rows
         count = 1 + (self.num_rows - 1) // size
         return [np.bincount(np.array(rows) // size, minlength=count).tolist() for rows in self.rows]
@@ -94,8 +86,8 @@ class Partition:
             write: writes the token values of a part that are still in this process to a store, before the cut, so that
                 the parts have references; see :func:`megarl.data.remote_columns.write_values`. None: the parts have
                 values.
-            shares: ranks of each receiver; the part of several ranks has their rows one rank after the other, see
-                :meth:`rank_rows`. None: each rank is a receiver.
+            shares: ranks of each receiver; the part of several ranks has their rows one rank after the other. None:
+                each rank is a receiver.
 
         Raises:
             DataError: the partition is for another number of rows.
@@ -107,17 +99,19 @@ class Partition:
         if write is not None:
             batch = write_values(batch, self.chunks(shares), write)
         parts = batch.parts([self._rows_of(share) for share in shares])
-        for part, share in zip(parts, shares, strict=True):
-            if len(share) == 1:
-                part.meta_info |= self.rank_rows(share)[share[0]].info
+        if self._has_mini_batches:
+            for part, share in zip(parts, shares, strict=True):
+                if len(share) == 1:
+                    part.meta_info |= {MINI_BATCH_SIZES: self.mini_batch_sizes[share[0]]}
         return parts
 
-    def rank_rows(self, share: Sequence[int]) -> dict[int, RankRows]:
-        """Describe the part of each rank among several."""
-        if self.mini_batch_rows is None:
-            return {rank: RankRows(len(self.rows[rank]), {}) for rank in share}
-        sizes = self.mini_batch_sizes
-        return {rank: RankRows(len(self.rows[rank]), {MINI_BATCH_SIZES: sizes[rank]}) for rank in share}
+    def of_ranks(self, share: Sequence[int]) -> Partition:
+        """Return the partition of a part for several ranks, see :meth:`split`."""
+        ends = accumulate((len(self.rows[rank]) for rank in share), initial=0)
+        rows = [list(range(begin, end)) for begin, end in pairwise(ends)]
+        return Partition(
+            rows, sizes=[self.mini_batch_sizes[rank] for rank in share] if self._has_mini_batches else None
+        )
 
     def chunks(self, shares: Shares) -> Rows:
         """Return the rows that are stored together: those of each receiver, each row once."""
@@ -164,6 +158,10 @@ class Partition:
         joined = DataProto.concat(parts, order)
         joined.meta_info = dict(results[0].meta_info)
         return joined
+
+    @property
+    def _has_mini_batches(self) -> bool:
+        return self.mini_batch_rows is not None or self.sizes is not None
 
     def _shares(self, shares: Shares | None) -> Shares:
         return [(rank,) for rank in range(len(self.rows))] if shares is None else shares

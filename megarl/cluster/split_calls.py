@@ -30,18 +30,20 @@ class SplitCall:
     def start(self, verb: str, mark: VerbMark, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[WorkerCall]:
         """Start the verb on all targets."""
         self._started = [
-            target.call_split(verb, mark.phase, self.partition.rank_rows(target.share), kwargs, part)
+            target.call_split(verb, mark.phase, self.partition, kwargs, part)
             for target, part in zip(self.targets, self._arguments(mark, args), strict=True)
         ]
         return [one.call for one in self._started]
 
     def collect(self, results: Sequence[SplitResult]) -> Any:
-        """Join the results of the owners; the token values stay where they are."""
+        """Join the results of the owners, None without owners; the token values stay where they are."""
         by_share = {
             target.owned: attached(result.result, one.chunk)
             for target, one, result in zip(self.targets, self._started, results, strict=True)
             if target.owned
         }
+        if not by_share:
+            return None
         shares = sorted(by_share)  # the first result is that of DP rank 0
         return self.partition.collect([by_share[share] for share in shares], shares)
 
@@ -88,7 +90,7 @@ class RowFunctionCall:
         """Start the function on the targets that have rows."""
         parts = payloads_of(self._partition.split(batch, StoredChunk.write, self._shares))
         self._started = [
-            target.map_rows(function, self._partition.rank_rows(target.owned), part, args)
+            target.map_rows(function, self._partition, part, args)
             for target, part in zip(self._targets, parts, strict=True)
         ]
         return [one.call for one in self._started]

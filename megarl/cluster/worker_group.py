@@ -11,9 +11,8 @@ from typing import TYPE_CHECKING, Any
 import ray
 
 from megarl.base.errors import ResourceError, WorkerError
-from megarl.cluster.call_targets import CallTarget, CallTargets
+from megarl.cluster.call_targets import CallTarget
 from megarl.cluster.calls import (
-    Collect,
     PendingCall,
     RankHandle,
     ScatteredCall,
@@ -24,6 +23,7 @@ from megarl.cluster.calls import (
     gather_results,
     stored_once,
 )
+from megarl.cluster.node_caller import CallTargets
 from megarl.cluster.partition import Partition, partition_groups, partition_rows
 from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool
@@ -165,21 +165,16 @@ class WorkerGroup:
         mark = self._mark(verb)
         if mark.dispatch is Dispatch.RANK:
             raise TypeError(f"{self.role}.{verb} runs on one rank: use handle")
-        targets = self._begin(by_node=True)
         if mark.dispatch is Dispatch.SPLIT:
             batch = next((arg for arg in args if isinstance(arg, DataProto)), None)
             if batch is None:
                 raise TypeError(f"{self.role}.{verb} is split over DP and needs a DataProto argument")
-            split = SplitCall(self._partition(verb, mark, batch), targets)
+            split = SplitCall(self._partition(verb, mark, batch), self._begin(by_node=True))
             calls = split.start(verb, mark, args, kwargs)
-            collect: Collect = functools.partial(self._collect_rows, verb, split)
-        else:
-            shared, all_ranks = stored_once(args), mark.dispatch is Dispatch.ALL
-            owner = next((rank for rank in self._owners if rank in self._actors), None)
-            kept = {rank for rank in self._actors if all_ranks or rank == owner}
-            calls = [target.call(verb, mark.phase, kept, kwargs, shared) for target in targets]
-            collect = functools.partial(_collect_ranks, targets, None if all_ranks else owner)
-        return PendingCall([self], self._sent(calls), collect)
+            return PendingCall([self], self._sent(calls), functools.partial(self._collect_rows, verb, split))
+        owner = next((rank for rank in self._owners if rank in self._actors), None)
+        only = owner if mark.dispatch is Dispatch.ONE else None
+        return self._submit_to_all(verb, mark, stored_once(args), kwargs, only)
 
     def store(self, verb: str, batch: DataProto) -> DataProto:
         """Write the token values of a batch to the object store, and return the batch with references.
@@ -218,6 +213,8 @@ class WorkerGroup:
             after_failure: start it in a failed group too, for the processes that live.
         """
         mark = self._mark(verb, after_failure=after_failure)
+        if self._targets.has_callers and not after_failure and list(ranks) == self.ranks:
+            return self._submit_to_all(verb, mark, args, {}, None)
         self._begin(by_node=False)
         calls = [
             self._remote_call(
@@ -292,16 +289,13 @@ class WorkerGroup:
             width: destinations of a receiver, which follow those of the receivers before.
         """
         mark = self._mark(verb)
-        self._begin(by_node=False)
-        done, refs = [], dict[int, list[ray.ObjectRef]]()
-        for rank, actor in self._actors.items():
-            own = receivers.get(rank, ())
-            call = actor.call_scatter.options(num_returns=len(own) + 1)
-            *payloads, end = _as_list(call.remote(verb, own, width, *for_rank(args, rank)))
-            done.append(end)
-            for receiver, payload in zip(own, payloads, strict=True):
+        calls, refs = [], dict[int, list[ray.ObjectRef]]()
+        for target in self._begin(by_node=True):
+            call, payloads = target.call_scatter(verb, mark.phase, receivers, width, args)
+            calls.append(call)
+            for receiver, payload in payloads.items():
                 refs.setdefault(receiver, []).append(payload)
-        return ScatteredCall(self, self._sent(self._calls(done, verb, mark.phase)), refs)
+        return ScatteredCall(self, self._sent(calls), refs)
 
     def submit_gather(
         self,
@@ -351,6 +345,21 @@ class WorkerGroup:
             if name.startswith("_"):
                 raise AttributeError(name)
             return functools.partial(self.call, name)
+
+    def _submit_to_all(
+        self, verb: str, mark: VerbMark, args: Sequence[Any], kwargs: Mapping[str, Any], owner: int | None
+    ) -> PendingCall:
+        """Start a verb on all processes; the result is that of the owner, or without an owner the list of all."""
+        targets, keep = self._begin(by_node=True), self._actors.keys() if owner is None else {owner}
+        calls = [target.call(verb, mark.phase, keep, kwargs, args) for target in targets]
+
+        def collect(results: list[Any]) -> Any:
+            by_rank: dict[int, Any] = {}
+            for target, result in zip(targets, results, strict=True):
+                by_rank |= zip(target.ranks, target.results(result), strict=True)
+            return [by_rank[rank] for rank in sorted(by_rank)] if owner is None else by_rank[owner]
+
+        return PendingCall([self], self._sent(calls), collect)
 
     def _map_rows(
         self, partition: Partition, function: RowFunction, columns: Sequence[str], batch: DataProto, *args: Any
@@ -470,19 +479,6 @@ def _count_workers(
     built, total = itertools.count(1), sum(len(group._starting) for group in groups)
     progress(0, total)
     return lambda call: progress(next(built), total)
-
-
-def _as_list(refs: ray.ObjectRef | Sequence[ray.ObjectRef]) -> list[ray.ObjectRef]:
-    """Return the references of a call; Ray returns a bare one for one value."""
-    return [refs] if isinstance(refs, ray.ObjectRef) else list(refs)
-
-
-def _collect_ranks(targets: Sequence[CallTarget], owner: int | None, results: Sequence[Any]) -> Any:
-    """Return the results of all ranks in order, or the owner's only."""
-    by_rank: dict[int, Any] = {}
-    for target, result in zip(targets, results, strict=True):
-        by_rank |= zip(target.ranks, target.results(result), strict=True)
-    return [result for _, result in sorted(by_rank.items())] if owner is None else by_rank[owner]
 
 
 def _mini_batch_rows(mark: VerbMark, batch: DataProto) -> int | None:

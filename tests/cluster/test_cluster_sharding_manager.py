@@ -4,6 +4,7 @@ from types import SimpleNamespace
 
 import pytest
 from support.expected_errors import raises
+from support.node_callers import calls_by_node
 
 from megarl.cluster import calls
 from megarl.cluster.calls import WorkerFailed, WorkerSilent
@@ -46,9 +47,11 @@ def peers(forked_workers):
         yield trainer, engines
 
 
-def test_every_message_reaches_its_rank_in_order(peers):
+@pytest.mark.parametrize("ranks_per_node", [1, 2])
+def test_every_message_reaches_its_rank_in_order(peers, ranks_per_node):
     trainer, engines = peers
-    actor = trainer()
+    with calls_by_node(ranks_per_node):
+        actor = trainer()
     options = SyncOptions(verify_freq=1, free_engine=True)
     manager = ShardingManager(PLAN, actor, engines, options)
     for version in (1, 2):

@@ -183,7 +183,7 @@ def test_one_frame_of_the_worker_process_calls_a_verb(echo):
     assert echo.frames_of_split(batch_of(4)) == {"frames": ["call_split"]}
 
 
-def test_three_frames_of_the_group_submit_a_verb(echo, monkeypatch):
+def test_four_frames_of_the_group_submit_a_verb(echo, monkeypatch):
     stacks = []
 
     class Recorder:
@@ -206,7 +206,10 @@ def test_three_frames_of_the_group_submit_a_verb(echo, monkeypatch):
     echo.about()
     monkeypatch.setattr(echo, "_collect_rows", lambda verb, split, results: None)
     echo.double(batch_of(4))
-    assert (stacks[0], stacks[-1]) == (["call", "submit", "call"], ["call", "submit", "start", "call_split"])
+    assert (stacks[0], stacks[-1]) == (
+        ["call", "submit", "_submit_to_all", "call"],
+        ["call", "submit", "start", "call_split"],
+    )
 
 
 def test_submit_does_not_wait(sleeper, tmp_path):

@@ -7,7 +7,7 @@ from contextlib import contextmanager
 
 import pytest
 
-from megarl.cluster import call_targets
+from megarl.cluster import node_caller
 from megarl.cluster.resources import PlacedPool
 
 
@@ -24,6 +24,6 @@ def calls_by_node(ranks_per_node: int) -> Iterator[None]:
         return name and "".join(digit.upper() if place in upper else digit for place, digit in enumerate(name))
 
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(call_targets, "FEWEST_RANKS", 2)
+        patch.setattr(node_caller, "FEWEST_RANKS", 2)
         patch.setattr(PlacedPool, "node", numbered)
         yield
