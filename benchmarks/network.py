@@ -12,15 +12,14 @@ interfaces count the bytes, and ``tc`` limits their rate in both directions. ``c
 null workers over all hosts, with the plan's count beside the interfaces'. ``jobs`` runs GRPO jobs whose network changes
 its rate every few steps. ``sync`` trains on one host for an engine on the other; ``dp`` and ``tp`` have a rank on each
 of two hosts, data-parallel or tensor-parallel. Figures are medians over the steps at a rate, without the first of them.
-The bound of a weight sync is the weights' bytes over the rate. The hosts share the cores of this machine: compare rows,
-not seconds with those of another machine.
+The bound of a phase is the time of its bytes at the rate, on the host that receives most. The hosts share the cores of
+this machine: compare rows, not seconds with those of another machine.
 """
 
 from __future__ import annotations
 
 import argparse
 import json
-import math
 import os
 import shutil
 import statistics
@@ -103,8 +102,8 @@ def drawn_batch(samples: int, longest: int, mean: int, aligned: bool, seed: int 
     batch = batch.with_packed({"token_level_scores": torch.zeros(len(batch.packed("responses")))})
     batch = batch.reorder(stratified_minibatch_order(token_counts(batch), MINI_BATCHES, 8))
     batch.meta_info["actor_mini_batch_rows"] = samples // MINI_BATCHES
-    if aligned:
-        batch.meta_info[UPDATE_ROWS] = samples // MINI_BATCHES
+    if not aligned:
+        del batch.meta_info[UPDATE_ROWS]
     return batch
 
 
@@ -464,20 +463,17 @@ def print_job(args: argparse.Namespace, layout: str) -> None:
             wait_for_step(process, metrics, number * (args.steps + 1))
             bed.limit(rate)
         finished(process, output)
-        spans, rows = phase_times(bed.folder / layout), read_metrics(metrics)
+        spans = phase_times(bed.folder / layout)
         print(f"\n{layout}: {' '.join(LAYOUTS[layout])}")
-        header = ["MB/s", "phase", "s", *(f"MB to {name}" for name in bed.names), "bound s"]
+        header = ["MB/s", "phase", "s", *(f"MB to {name}" for name in bed.names), "bound s", "bound / s"]
         table = []
         for number, rate in enumerate(args.rates):
-            first = number * (args.steps + 1) + 1
-            of_rate = [rows[step] for step in range(first, first + args.steps)]
-            table += rate_rows(bed, spans, of_rate, rate, [step + 1 for step in range(first, first + args.steps)])
+            first = number * (args.steps + 1) + 2
+            table += rate_rows(bed, spans, rate, range(first, first + args.steps))
         print("\n".join(table_lines([header, *table], ">")), flush=True)
 
 
-def rate_rows(
-    bed: Bed, spans: Sequence[tuple[str, float, float]], rows: Sequence[Any], rate: int, steps: Sequence[int]
-) -> list[list[str]]:
+def rate_rows(bed: Bed, spans: Sequence[tuple[str, float, float]], rate: int, steps: Sequence[int]) -> list[list[str]]:
     """Return the table's lines of a rate: medians over steps."""
     whole = [times for times in spans if times[0] == "step"]
     chosen = [whole[step - 1] for step in steps]
@@ -493,11 +489,9 @@ def rate_rows(
         ]
         line = [f"{rate or 'none'}", name, f"{statistics.median(seconds):.2f}"]
         line += [megabytes([statistics.median(of_host)]) for of_host in received]
-        if name == "update_weights":
-            nbytes = rows[0]["weight_sync/bytes"]
-            sync = statistics.median(row["weight_sync/seconds"] for row in rows)
-            bound = nbytes / 1e6 / rate if rate else math.nan
-            line += [f"{bound:.2f} for {nbytes / 1e6:.1f} MB: sync {sync:.2f} s, {bound / sync:.0%} of the rate"]
+        if rate:
+            bound = max(statistics.median(of_host) for of_host in received) / 1e6 / rate
+            line += [f"{bound:.2f}", f"{bound / statistics.median(seconds):.0%}"]
         lines.append(line)
     return lines
 
