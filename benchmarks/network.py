@@ -304,14 +304,14 @@ class Bed:
             return subprocess.Popen(command, env=self.environment, stdout=file, stderr=subprocess.STDOUT)
 
     def received(self, host: str, begin: float, end: float) -> int:
-        """Return the bytes that a host received between two times of the monotonic clock."""
+        """Return the bytes that a host received between two Unix times."""
         times = [sample[0] for sample in self.samples]
         first, last = (min(bisect_left(times, moment), len(times) - 1) for moment in (begin, end))
         return self.samples[last][1][host][0] - self.samples[first][1][host][0]
 
     def _sample(self) -> None:
         while not self._ends.wait(SAMPLE_S):
-            self.samples.append((time.monotonic(), {name: self._counters(pid) for name, pid in self.pids.items()}))
+            self.samples.append((time.time(), {name: self._counters(pid) for name, pid in self.pids.items()}))
 
     @staticmethod
     def _counters(pid: int) -> tuple[int, int]:
@@ -354,10 +354,10 @@ def inside_columns(args: argparse.Namespace) -> None:
             batch = drawn_batch(args.samples[0], args.longest, args.mean, not args.own_rows, step)
 
             def measure(stage: str, work: Callable[[], Any], step: int = step) -> Any:
-                begin = time.monotonic()
+                begin = time.time()
                 result = work()
                 time.sleep(4 * SAMPLE_S)  # the counters are read meanwhile
-                line = {"step": step, "stage": stage, "begin": begin, "end": time.monotonic(), "hosts": hosts}
+                line = {"step": step, "stage": stage, "begin": begin, "end": time.time(), "hosts": hosts}
                 print("STAGE", json.dumps(line), flush=True)
                 return result
 
@@ -408,11 +408,11 @@ def print_columns(args: argparse.Namespace) -> None:
 
 
 class Clock(Callback):
-    """Notes the monotonic clock in the timeline of a job."""
+    """Notes the Unix time in the timeline of a job."""
 
     def on_train_start(self, view: TrainerView) -> None:
         """Record a span with the time."""
-        with span("clock", "benchmark", monotonic_s=time.monotonic()):
+        with span("clock", "benchmark", unix_s=time.time()):
             pass
 
 
@@ -440,10 +440,10 @@ def wait_for_step(process: subprocess.Popen[bytes], file: Path, step: int) -> No
 
 
 def phase_times(folder: Path) -> list[tuple[str, float, float]]:
-    """Return the phases of a job with their begin and end on the monotonic clock."""
+    """Return the phases of a job with their begin and end in Unix time."""
     events = [event for event in read_trace(folder) if event.get("ph") == "X" and event["pid"] == 0]
     clock = next(event for event in events if event["name"] == "clock")
-    origin = clock["args"]["monotonic_s"] - clock["ts"] / 1e6
+    origin = clock["args"]["unix_s"] - clock["ts"] / 1e6
     phases = [event for event in events if event.get("cat") == "phase"]
     phases.sort(key=lambda event: event["ts"])
     return [(one["name"], origin + one["ts"] / 1e6, origin + (one["ts"] + one["dur"]) / 1e6) for one in phases]
