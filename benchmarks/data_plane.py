@@ -55,7 +55,7 @@ from megarl.trainer.phases.advantage_phase import AdvantagePhase
 from megarl.trainer.records.step_metrics import batch_metrics
 from megarl.workers.actor import ActorWorker
 from megarl.workers.critic import CriticWorker
-from megarl.workers.dispatch import Dispatch, WorkerPlace, read_marks, verb
+from megarl.workers.dispatch import UPDATE_ROWS, Dispatch, WorkerPlace, read_marks, verb
 
 PROMPT = 1024
 NODE = 8
@@ -180,7 +180,7 @@ def with_step_info(batch: DataProto) -> DataProto:
     uids = np.array([f"1-{row // 8}" for row in range(len(batch))], dtype=object)
     sizes = {name: len(batch) // 4 for name in ("actor_mini_batch_rows", "critic_mini_batch_rows")}
     batch = batch.with_columns({}, {"uid": uids})
-    batch.meta_info |= {"balance_batch": True, **sizes}
+    batch.meta_info |= {"balance_batch": True, **sizes, UPDATE_ROWS: len(batch) // 4}
     return batch
 
 

@@ -28,7 +28,7 @@ from megarl.data.ragged import Chunk, ChunkReference
 from megarl.data.remote_columns import write_values
 from megarl.data.shared_prompts import SharedPromptRows, partition_by_prompt
 from megarl.models.sequence_cost import TOKENS, SequenceCost
-from megarl.workers.dispatch import MINI_BATCH_SIZES
+from megarl.workers.dispatch import MINI_BATCH_SIZES, UPDATE_ROWS
 from megarl.workers.settings import MicroBatchBudget
 
 Rows = list[list[int]]
@@ -219,7 +219,12 @@ def partition_rows(
     With a token budget, ranks get unequal numbers of rows with equal work. If some rank would then have fewer rows than
     the common number of micro-batches (:func:`megarl.data.common_micro_batch_count`), all ranks get the same number of
     rows. With a fixed number of rows per micro-batch they always do. With shared prompts, rows of one prompt stay on
-    one rank if that reduces the work of the busiest rank.
+    one rank if that reduces the work of the busiest rank. The shares of several mini-batches go to the ranks so that
+    their sums are even too.
+
+    Without mini-batches, ranks get the rows of the update that follows, if the batch states its mini-batches
+    (:data:`megarl.workers.dispatch.UPDATE_ROWS`): a node would otherwise read nearly every chunk of the batch for its
+    few rows of each. This needs mini-batches that divide over the ranks, and rows for every rank's micro-batches.
 
     Args:
         mini_batch_rows, equal: see :func:`partition_costs`; a token ``budget`` may still give unequal numbers.
@@ -228,11 +233,24 @@ def partition_rows(
     Raises:
         DataError: see :func:`partition_costs`; or a row has more tokens than the budget.
     """
-    request = (dp, mini_batch_rows, equal, budget, batch.meta_info.get("balance_batch", True))
+    info = batch.meta_info
+    request = (dp, mini_batch_rows, equal, budget, info.get("balance_batch", True), info.get(UPDATE_ROWS))
     if request not in batch.partitions:
-        batch.partitions[request] = _partition_rows(batch, dp, mini_batch_rows, equal, budget)
-    partition: Partition = batch.partitions[request]
-    return partition
+        partition = None if equal or mini_batch_rows is not None else _rows_of_update(batch, dp, budget)
+        batch.partitions[request] = partition or _partition_rows(batch, dp, mini_batch_rows, equal, budget)
+    known: Partition = batch.partitions[request]
+    return known
+
+
+def _rows_of_update(batch: DataProto, dp: int, budget: MicroBatchBudget | None) -> Partition | None:
+    """Return the rows that each rank gets in the update; None if a verb without mini-batches cannot have them."""
+    size = batch.meta_info.get(UPDATE_ROWS)
+    if size is None or len(batch) % size or size % dp:
+        return None
+    partition = Partition(partition_rows(batch, dp, size, equal=True, budget=budget).rows)
+    if budget is None or budget.max_tokens is None or (lengths := row_lengths(batch)) is None:
+        return partition
+    return partition if _can_be_cut(lengths, partition, budget) else None
 
 
 def _partition_rows(
@@ -240,7 +258,8 @@ def _partition_rows(
 ) -> Partition:
     lengths = row_lengths(batch)
     if budget is None or lengths is None:
-        return partition_costs(row_costs(batch), dp, mini_batch_rows, equal=equal)
+        costs = row_costs(batch)
+        return _with_even_sums(partition_costs(costs, dp, mini_batch_rows, equal=equal), costs)
     if budget.max_tokens is not None:
         uids = batch.non_tensor_batch.get("uid")
         check_longest(
@@ -251,8 +270,22 @@ def _partition_rows(
     if partition is None or not _can_be_cut(lengths, partition, budget):
         partition = partition_costs(costs, dp, mini_batch_rows, equal=True)
     if budget.share_prompts and batch.meta_info.get("balance_batch", True):
-        return _cheaper_with_families(batch, lengths, partition, budget)
-    return partition
+        partition = _cheaper_with_families(batch, lengths, partition, budget)
+    return _with_even_sums(partition, costs)
+
+
+def _with_even_sums(partition: Partition, costs: Sequence[float]) -> Partition:
+    """Permute the shares of each mini-batch: the most expensive one to the rank with the cheapest shares so far."""
+    if partition.mini_batch_rows in (None, len(costs)):
+        return partition
+    values, sums = np.asarray(costs), np.zeros(len(partition.rows))
+    rows: Rows = [[] for _ in sums]
+    for shares in partition.mini_batches:
+        work = np.array([values[share].sum() for share in shares])
+        for rank, share in zip(np.argsort(sums, kind="stable"), np.argsort(-work, kind="stable"), strict=True):
+            rows[rank] += shares[share]
+        sums = np.array([values[of_rank].sum() for of_rank in rows])
+    return Partition(rows, partition.mini_batch_rows)
 
 
 def _cheaper_with_families(

@@ -19,6 +19,11 @@ if TYPE_CHECKING:
 
 MINI_BATCH_SIZES = "mini_batch_sizes"
 """Key in a chunk's ``meta_info``: the chunk's rows per mini-batch, in order."""
+UPDATE_ROWS = "update_mini_batch_rows"
+"""Key in a batch's ``meta_info``: rows per global mini-batch of the update that reads the results of the other verbs.
+
+Verbs without mini-batches then give each DP rank the rows that it gets in the update: token values stay on its node.
+"""
 _ATTRIBUTE = "__megarl_verb__"
 _Function = TypeVar("_Function", bound=Callable[..., object])
 

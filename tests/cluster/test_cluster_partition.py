@@ -16,7 +16,10 @@ from megarl.cluster.partition import (
     seqlen_metrics,
 )
 from megarl.data import DataProto, fewest_micro_batches, plan_micro_batches, token_counts
+from megarl.data.ragged import ChunkReference
+from megarl.data.remote_columns import write_values
 from megarl.models.sequence_cost import SequenceCost
+from megarl.workers.dispatch import UPDATE_ROWS
 from megarl.workers.settings import MicroBatchBudget
 
 COSTS = [7, 1, 9, 3, 3, 8, 2, 6, 5, 5, 1, 4]
@@ -174,6 +177,48 @@ def test_work_is_balanced_by_the_cost_of_the_model():
     assert [sorted(lengths[row] for row in rows) for rows in partition.rows] == [[6], [3, 3, 3, 3]]
     plain = partition_rows(answered(lengths), 2, budget=MicroBatchBudget(max_tokens=100)).rows
     assert sorted(map(len, plain)) == [2, 3]
+
+
+LENGTHS = [9, 2, 7, 3, 1, 4, 8, 2, 6, 5, 3, 9, 2, 2, 30, 1, 4, 4, 6, 7, 9, 1, 1, 5]  # three mini-batches of 8
+
+
+class Written(ChunkReference):
+    """A chunk that nobody reads."""
+
+    @classmethod
+    def fetch(cls, references):
+        raise AssertionError
+
+
+@pytest.mark.parametrize("budget", [None, MicroBatchBudget(max_tokens=40), MicroBatchBudget(size=2)])
+def test_passes_and_update_read_the_same_chunk(budget):
+    batch = answered(LENGTHS, **{UPDATE_ROWS: 8})
+    passes = partition_rows(batch, 4, budget=budget)
+    stored = write_values(batch, passes.rows, lambda chunk: Written())
+    update = partition_rows(stored, 4, 8, equal=True, budget=budget)
+    for partition in (passes, update):
+        for part in partition.split(stored):
+            assert len(part.tensors.stored["responses"].values.places.compact().references) == 1
+    assert passes.mini_batch_rows is None and update.mini_batch_rows == 8
+
+
+@pytest.mark.parametrize(
+    ("rows", "dp", "budget"),
+    [
+        (10, 2, MicroBatchBudget(max_tokens=40)),  # the batch is not whole mini-batches, as after a selection
+        (8, 3, MicroBatchBudget(max_tokens=40)),  # a reference with another number of ranks
+    ],
+)
+def test_passes_whose_ranks_cannot_have_the_updates_rows(rows, dp, budget):
+    plain = partition_rows(answered(LENGTHS), dp, budget=budget)
+    assert partition_rows(answered(LENGTHS, **{UPDATE_ROWS: rows}), dp, budget=budget) == plain
+
+
+def test_ranks_have_even_work_over_the_mini_batches():
+    lengths = [9, 1, 9, 1, 9, 1, 9, 1]  # mini-batches of a long row and a short one
+    for budget in (None, MicroBatchBudget(max_tokens=20)):
+        tokens, _ = partition_rows(answered(lengths), 2, 2, equal=True, budget=budget).loads(lengths, lengths)
+        assert tokens == [20, 20]
 
 
 def siblings(prompts, responses, copies):

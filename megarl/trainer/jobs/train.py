@@ -47,6 +47,7 @@ from megarl.trainer.roles.devices import JobPools
 from megarl.trainer.roles.role_builder import RoleBuilder
 from megarl.trainer.roles.worker_groups import Progress, Roles
 from megarl.trainer.state.run_state import inexact_checkpoints
+from megarl.workers.dispatch import UPDATE_ROWS
 
 LARGEST_KEPT_TENSOR = 2**30
 """Bytes of the largest freed tensor whose memory the driver keeps: a column of a large batch."""
@@ -223,4 +224,5 @@ class TrainerBuilder:
             for phase in self.batches.phases
             if phase.updates
         }
-        return {**rows, "balance_batch": self.session.config.trainer.balance_batch}
+        balance = self.session.config.trainer.balance_batch
+        return {**rows, UPDATE_ROWS: rows["actor_mini_batch_rows"], "balance_batch": balance}
