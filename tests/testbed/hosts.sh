@@ -7,6 +7,7 @@
 #   hosts.sh cut|mend HOST       pulls or plugs the host's cable
 #   hosts.sh shape HOST [ARGS]   tc in both directions: tbf rate 400mbit burst 512kb latency 100ms, or netem delay 5ms; none = remove
 #   hosts.sh off HOST            power off: ends every process of the host at once (up boots it again)
+#   hosts.sh slow HOST [PERCENT] limits the processes of the host to PERCENT of one CPU (cgroup); none = no limit
 #   hosts.sh ps HOST, ls HOST    processes, listeners (ss -ltnp) of the host
 #   hosts.sh down                ends and removes everything
 #
@@ -20,6 +21,8 @@ SELF="$(readlink -f "${BASH_SOURCE[0]}")"
 
 pid_of() { local pid; pid="$(cat "$BED/$1/pid" 2>/dev/null)" && [ -d "/proc/$pid" ] && echo "$pid"; }
 enter() { local pid; pid="$(pid_of "$1")" || { echo "$1 is off" >&2; return 1; }; nsenter -t "$pid" -m -u -i -n -p -- "${@:2}"; }
+# The CPU controller of cgroups has its own hierarchy in version 1.
+if [ -d /sys/fs/cgroup/cpu ]; then CGROUPS=/sys/fs/cgroup/cpu; else CGROUPS=/sys/fs/cgroup; fi
 hosts() { seq -f 'h%g' 1 "$(cat "$BED/count")"; }
 
 prepare() {
@@ -133,6 +136,16 @@ case "${1:-}" in
       [ $# -le 2 ] || tc -n "$space" qdisc add dev "$device" root "${@:3}"
     done ;;
   off) kill -KILL "$(pid_of "$2")" ;;
+  slow)
+    group="$CGROUPS/bed-$2" quota=$((${3:-0} * 1000))
+    mkdir -p "$group"
+    if [ -e "$group/cpu.max" ]; then
+      [ "$quota" -gt 0 ] && echo "$quota 100000" >"$group/cpu.max" || echo max >"$group/cpu.max"
+    else
+      [ "$quota" -gt 0 ] && echo "$quota" >"$group/cpu.cfs_quota_us" || echo -1 >"$group/cpu.cfs_quota_us"
+    fi
+    # Later processes of the host are in the group of their parents.
+    for pid in $(pgrep --ns "$(pid_of "$2")" --nslist pid); do echo "$pid" >"$group/cgroup.procs" 2>/dev/null || true; done ;;
   ps) enter "$2" ps -eo pid,ppid,stat,etimes,args ;;
   ls) enter "$2" ss -ltnp ;;
   down)
@@ -140,8 +153,9 @@ case "${1:-}" in
     for host in $(hosts); do
       if pid="$(pid_of "$host")"; then kill -KILL "$pid"; fi
       ip netns del "bed-$host" 2>/dev/null || true
+      rmdir "$CGROUPS/bed-$host" 2>/dev/null || true
     done
     ip netns del bed-switch 2>/dev/null || true
     rm -rf "$BED" ;;
-  *) sed -n '2,18s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
+  *) sed -n '2,19s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
 esac
