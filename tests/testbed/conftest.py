@@ -72,14 +72,17 @@ class Bed:
                     found.append(psutil.Process(pid))
         return found
 
-    def power_off_during(self, phase: str, driver_host: str, host: str, has_begun: Callable[[], bool]) -> None:
-        """Switch a host off, without a last packet, while the driver is in a phase that needs the host.
+    def power_off_during(
+        self, phase: str, driver_host: str, host: str, has_begun: Callable[[], bool] = lambda: True, silent: bool = True
+    ) -> None:
+        """Switch a host off while the driver is in a phase that needs the host.
 
         The processes of the host are stopped first. If the phase ends all the same, they go on, and the next one is
         tried.
 
         Args:
             has_begun: whether the part of the phase has begun that the host must not finish.
+            silent: cut the cable first, so that no connection is closed.
         """
         # Ray's actors have verbs of the same names.
         drivers = [process for process in self.watched(driver_host) if not process.cmdline()[0].startswith("ray::")]
@@ -101,7 +104,8 @@ class Bed:
                 break
             for process in processes:
                 process.resume()
-        self("cut", host)
+        if silent:
+            self("cut", host)
         self("off", host)
 
     def leftovers(self, host: str) -> list[str]:
@@ -174,6 +178,7 @@ def hosts(bed: Bed) -> Iterator[Bed]:
     bed("up", "3")
     for host in ("h1", "h2", "h3"):
         bed("mend", host)
+        bed("slow", host)
         deadline = time.monotonic() + LIMIT_S
         while leftovers := bed.leftovers(host):
             assert time.monotonic() < deadline, (host, leftovers)

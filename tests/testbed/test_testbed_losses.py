@@ -6,6 +6,9 @@ import re
 
 import pytest
 
+from megarl.ops.report.findings import run_findings
+from megarl.ops.report.run_files import find_runs, read_run
+
 # A silent host is found after 6 s; another trial waits for the default of 30 s.
 FAST_SSH = ("--ssh", "ssh -o ServerAliveInterval=2 -o ServerAliveCountMax=3")
 SPARE = ("--hosts", "h1,h2,h3", *FAST_SSH, "--no-doctor", "--max-restarts", "2", "--restart-delay", "1")
@@ -34,7 +37,7 @@ def test_a_host_is_lost_during_a_validation_and_one_during_a_checkpoint(launch, 
     validation = (f"data.val_files={task}/data/test.parquet", "trainer.test_freq=1")
     run = launch(*SPARE, *grpo, *validation, f"trainer.total_training_steps={STEPS}", "trainer.resume_mode=auto")
     assert steps_of(run, 0) == ({"h1", "h2"}, 1)
-    hosts.power_off_during("testing", "h1", "h2", lambda: True)
+    hosts.power_off_during("testing", "h1", "h2")
     before = newest(folder)
     assert steps_of(run, 1) == ({"h1", "h3"}, before + 1)
 
@@ -48,7 +51,10 @@ def test_a_host_is_lost_during_a_validation_and_one_during_a_checkpoint(launch, 
     assert steps_of(run, 2) == ({"h1", "h2"}, before + 1)
     assert run.code() == 0, run.text()
     assert re.findall(r"node (h\d) is lost", run.text()) == ["h2", "h3"]
-    assert sorted(path.name for path in folder.glob("*global_step_*")) == [f"global_step_{STEPS - 1}", f"global_step_{STEPS}"]
+    assert sorted(path.name for path in folder.glob("*global_step_*")) == [
+        f"global_step_{STEPS - 1}",
+        f"global_step_{STEPS}",
+    ]
 
 
 def test_the_trainers_host_and_the_engines_host_are_lost_during_a_weight_sync(launch, hosts, grpo, folder):
@@ -63,20 +69,34 @@ def test_the_trainers_host_and_the_engines_host_are_lost_during_a_weight_sync(la
         host="h3",
     )
     assert steps_of(run, 0) == ({"h1", "h2"}, 1)
-    roles = {host: [p.cmdline()[0] for p in hosts.watched(host)] for host in ("h1", "h2")}
-    print(roles)
-    hosts.power_off_during("update_weights", "h1", "h2", lambda: True)
+    hosts.power_off_during("update_weights", "h1", "h2", silent=False)
     before = newest(folder)
     assert steps_of(run, 1) == ({"h1", "h3"}, before + 1)
-    hosts("mend", "h2")
     hosts("up", "3")
-    roles = {host: [p.cmdline()[0] for p in hosts.watched(host)] for host in ("h1", "h3")}
-    print(roles)
-
-    hosts.power_off_during("update_weights", "h1", "h1", lambda: True)
+    hosts.power_off_during("update_weights", "h1", "h1")
     before = newest(folder)
     used, first = steps_of(run, 2)
     assert first == before + 1
     assert used == {"h2", "h3"}
     assert run.code() == 0, run.text()
     assert re.findall(r"node (h\d) is lost", run.text()) == ["h2", "h1"]
+
+
+def test_a_host_with_a_tenth_of_the_cpu_is_named_with_its_cost(launch, hosts, grpo, shared):
+    """After the first steps; the watchdog and a warning name the host during the run, the report afterwards."""
+    run = launch(
+        *("--hosts", "h1,h2", "--no-doctor", *grpo),
+        "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",  # a data-parallel rank on each host
+        *("data.train_batch_size=32", "actor_rollout_ref.actor.ppo_mini_batch_size=32"),
+        *("actor_rollout_ref.rollout.n=8", "trainer.total_training_steps=6", "trainer.save_freq=-1"),
+        "+trainer.watchdog.phases.update_actor=1",
+    )
+    run.until(r"(?m)^step 2/")
+    hosts("slow", "h2", "10")
+    assert run.code() == 0, run.text()
+    print(run.text())
+    assert re.search(r"actor rank 1 on 10\.77\.0\.12 is in update_actor.*wait", run.text()), run.text()
+    assert re.search(r"step [5-8]: 10\.77\.0\.12 is slow", run.text()), run.text()
+    [folder] = find_runs([shared / "outputs" / "a_host_with_a_tenth_of_the_cpu_is_named"[:40]])
+    [finding] = [found for found in run_findings(read_run(folder)) if "10.77.0.12" in found.text]
+    print(finding)
