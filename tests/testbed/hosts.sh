@@ -8,6 +8,7 @@
 #   hosts.sh shape HOST [ARGS]   tc in both directions: tbf rate 400mbit burst 512kb latency 100ms, or netem delay 5ms; none = remove
 #   hosts.sh off HOST            power off: ends every process of the host at once (up boots it again)
 #   hosts.sh slow HOST [PERCENT] limits the processes of the host to PERCENT of one CPU (cgroup); none = no limit
+#   hosts.sh clock HOST [SECONDS] shifts the wall clock of programs that ssh starts from now on (needs gcc); none = right clock
 #   hosts.sh ps HOST, ls HOST    processes, listeners (ss -ltnp) of the host
 #   hosts.sh down                ends and removes everything
 #
@@ -83,7 +84,8 @@ cable() {  # the switch is a namespace of its own, so that the machine's network
 
 boot() {
   pid_of "$1" >/dev/null && return; rm -f "$BED/$1/ready"
-  setsid ip netns exec "bed-$1" unshare --mount --uts --ipc --pid --fork --kill-child \
+  local up=$((1000 * ${1#h}))  # the monotonic clocks of hosts differ by the times of their boots
+  setsid ip netns exec "bed-$1" unshare --mount --uts --ipc --pid --time --monotonic "$up" --boottime "$up" --fork --kill-child \
     env -i HOME="$HOME" PATH="$PATH" BED="$BED" BED_SHARE="${BED_SHARE:-}" BED_READ="${BED_READ:-}" bash "$SELF" init "$1" >"$BED/$1/log" 2>&1 </dev/null &
   for _ in $(seq 100); do  # the first process inside, as seen from here
     local outer; outer="$(pgrep -f "bash $SELF init $1\$" | while read -r pid; do
@@ -136,6 +138,11 @@ case "${1:-}" in
       [ $# -le 2 ] || tc -n "$space" qdisc add dev "$device" root "${@:3}"
     done ;;
   off) kill -KILL "$(pid_of "$2")" ;;
+  clock)
+    gcc -O2 -shared -fPIC -o "$BED/clock.so" "$(dirname "$SELF")/clock.c"
+    sed -i /^SetEnv/d "$BED/$2/sshd_config"
+    [ $# -le 2 ] || echo "SetEnv LD_PRELOAD=$BED/clock.so CLOCK_OFFSET=$3" >>"$BED/$2/sshd_config"
+    enter "$2" sh -c 'kill -HUP "$(cat /run/sshd.pid)"' ;;
   slow)
     group="$CGROUPS/bed-$2" quota=$((${3:-0} * 1000))
     mkdir -p "$group"
@@ -157,5 +164,5 @@ case "${1:-}" in
     done
     ip netns del bed-switch 2>/dev/null || true
     rm -rf "$BED" ;;
-  *) sed -n '2,19s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
+  *) sed -n '2,20s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
 esac

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import re
+import time
 
 import pytest
 
 from megarl.ops.report.findings import run_findings
 from megarl.ops.report.run_files import find_runs, read_run
+from megarl.tracing.trace_file import read_trace
 
 # A silent host is found after 6 s; another trial waits for the default of 30 s.
 FAST_SSH = ("--ssh", "ssh -o ServerAliveInterval=2 -o ServerAliveCountMax=3")
@@ -82,6 +84,21 @@ def test_the_trainers_host_and_the_engines_host_are_lost_during_a_weight_sync(la
     assert re.findall(r"node (h\d) is lost", run.text()) == ["h2", "h1"]
 
 
+def test_a_short_cut_is_survived_and_a_lost_host_without_a_spare_ends_the_run(launch, hosts, grpo):
+    ssh = ("--ssh", "ssh -o ServerAliveInterval=4 -o ServerAliveCountMax=4")
+    run = launch("--hosts", "h1,h2", *ssh, "--no-doctor", *grpo, "trainer.total_training_steps=1000")
+    run.until(r"(?m)^step 1/")
+    hosts("cut", "h2")
+    time.sleep(8)
+    steps = len(re.findall(r"(?m)^step \d+/", run.text()))
+    hosts("mend", "h2")
+    run.until(rf"(?m)^step {steps + 2}/")
+    hosts("cut", "h2")
+    hosts("off", "h2")
+    assert run.code() == 1
+    assert re.findall(r"node (h\d) is lost", run.text()) == ["h2"], run.text()
+
+
 def test_a_host_with_a_tenth_of_the_cpu_is_named_with_its_cost(launch, hosts, grpo, shared):
     """After the first steps; the watchdog and a warning name the host during the run, the report afterwards."""
     run = launch(
@@ -100,3 +117,26 @@ def test_a_host_with_a_tenth_of_the_cpu_is_named_with_its_cost(launch, hosts, gr
     [folder] = find_runs([shared / "outputs" / "a_host_with_a_tenth_of_the_cpu_is_named"[:40]])
     [finding] = [found for found in run_findings(read_run(folder)) if "10.77.0.12" in found.text]
     print(finding)
+
+
+def test_a_host_whose_clock_is_an_hour_ahead(launch, hosts, grpo, folder, shared):
+    """The doctor refuses it. Without the doctor the run trains, and its timeline is on one clock."""
+    hosts("clock", "h2", "3600")
+    job = ("--hosts", "h1,h2", *grpo, "trainer.total_training_steps=3")
+    refused = launch(*job)
+    assert refused.code() == 1
+    assert re.search(r"h2 is ahead of \S+ by 3[56]\d\d\.\d s", refused.text()), refused.text()
+
+    run = launch("--no-doctor", *job, "trainer.timeline.enable=true")
+    assert run.code() == 0, run.text()
+    hosts("clock", "h2")
+    assert newest(folder) == 3 and len([*folder.glob("*global_step_*")]) == 2
+    [output] = find_runs([shared / "outputs" / folder.name.removeprefix("test_")[:40]])
+    events = read_trace(output / "timeline" / "trace.json")
+    names = {event["pid"]: event["args"]["name"] for event in events if event["name"] == "process_name"}
+    updates = [event for event in events if event["name"] == "update_actor" and event["ph"] == "X"]
+    phases = [event for event in updates if names[event["pid"]] == "driver"]
+    verbs = [event for event in updates if names[event["pid"]] == "actor rank 1"]
+    assert len(phases) == len(verbs) == 3
+    for phase, verb in zip(phases, verbs, strict=True):  # the monotonic clocks are 1000 s apart
+        assert phase["ts"] - 1e6 < verb["ts"] < verb["ts"] + verb["dur"] < phase["ts"] + phase["dur"] + 1e6
