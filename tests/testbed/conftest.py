@@ -64,7 +64,8 @@ class Bed:
 
     def watched(self, host: str) -> list[psutil.Process]:
         """Return the processes of a host that show their activity: driver, ranks and engines."""
-        namespace = os.readlink(f"/proc/{(self.state / host / 'pid').read_text().strip()}/ns/pid")
+        first = (self.state / host / "pid").read_text(encoding="ascii").strip()
+        namespace = os.readlink(f"/proc/{first}/ns/pid")
         found = []
         for pid in psutil.pids():
             with suppress(OSError, psutil.NoSuchProcess):
