@@ -124,7 +124,7 @@ def test_a_silent_node_that_comes_back(submit, grpo, hosts):
     job.until("Restart 1 of 3")
     hosts("mend", "h2")
     assert re.search(r"(?m)step[: ]+6\b", job.wait()), job.text()
-    print(job.text())
+    assert "node h2 is lost" in job.text()
 
 
 def test_the_plain_batch_script_saves_on_sigterm_of_the_batch_step(submit_plain, grpo):

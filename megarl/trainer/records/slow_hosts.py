@@ -65,7 +65,7 @@ class SlowHostWarnings:
             for name, values in lists.items()
             if name.startswith(DELAY_PREFIX)
         }
-        for host in {*self._recent, *delays}:
+        for host in dict.fromkeys([*self._recent, *delays]):
             if delays.get(host, 0.0) > _SHARE * step_s:
                 self._recent[host].append((delays[host], step_s))
             else:
