@@ -72,7 +72,8 @@ CONF
 cable() {  # the switch is a namespace of its own, so that the machine's network is not involved
   local host="$1" address="$NET.$((10 + ${1#h}))"
   [ -e /run/netns/bed-switch ] || { ip netns add bed-switch; ip -n bed-switch link add br0 type bridge; ip -n bed-switch link set br0 up; }
-  [ -e "/run/netns/bed-$host" ] && return
+  if ip -n bed-switch link show "bed-$host" >/dev/null 2>&1; then return; fi
+  ip netns del "bed-$host" 2>/dev/null || true  # of a testbed that was killed
   ip netns add "bed-$host"
   ip link add "bed-$host" netns bed-switch type veth peer name eth0 netns "bed-$host"
   ip -n bed-switch link set "bed-$host" master br0 up

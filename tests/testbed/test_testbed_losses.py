@@ -112,7 +112,7 @@ def test_a_host_with_a_tenth_of_the_cpu_is_named_with_its_cost(launch, hosts, gr
     hosts("slow", "h2", "10")
     assert run.code() == 0, run.text()
     assert re.search(r"actor rank \d on 10\.77\.0\.12 is in update_actor", run.text()), run.text()
-    assert re.search(r"step 4: 10\.77\.0\.12 is slow", run.text()), run.text()
+    assert re.search(r"step [34]: 10\.77\.0\.12 is slow", run.text()), run.text()
     [folder] = find_runs([shared / "outputs" / "a_host_with_a_tenth_of_the_cpu_is_named"[:40]])
     assert any("10.77.0.12 is slow" in finding.text for finding in run_findings(read_run(folder)))
 

@@ -162,8 +162,9 @@ def _slow_hosts(run: RunRecord) -> Iterator[ReportFinding]:
         delays = [run.balance[step][name][0] for step in steps if name in run.balance[step]]
         if len(delays) > 2 and sum(delays) > 0.05 * total:
             text = (
-                f"{name.removeprefix(DELAY_PREFIX)} is slow: the other ranks waited for it for {duration(sum(delays))} "
-                f"in {len(delays)} of {count_noun(len(steps), 'step')}, {sum(delays) / total:.0%} of their time."
+                f"{name.removeprefix(DELAY_PREFIX)} is slow: the other ranks waited at least "
+                f"{duration(sum(delays))} for it in {len(delays)} of {count_noun(len(steps), 'step')}, "
+                f"{sum(delays) / total:.0%} of their time."
             )
             reason = (
                 "Its ranks take longer than those of the other hosts for the same work: look for other processes, and "

@@ -77,6 +77,6 @@ class SlowHostWarnings:
     def _describe(self, host: str) -> str:
         lost, total = (sum(values) for values in zip(*self._recent[host], strict=True))
         return (
-            f"{host} is slow: the other ranks waited for it for {lost:.1f} s of the last {_STEPS} steps, which took "
-            f"{total:.1f} s. Look there for other processes and throttled devices"
+            f"{host} is slow: the other ranks waited for it for at least {lost:.1f} s of the last {_STEPS} steps, "
+            f"which took {total:.1f} s. Look there for other processes and throttled devices"
         )
