@@ -11,7 +11,10 @@
 #include <time.h>
 
 static time_t offset;
-__attribute__((constructor)) static void begin(void) { offset = getenv("CLOCK_OFFSET") ? atol(getenv("CLOCK_OFFSET")) : 0; }
+__attribute__((constructor)) static void begin(void) {
+  const char *seconds = getenv("CLOCK_OFFSET");
+  offset = seconds ? atol(seconds) : 0;
+}
 
 static void *next(const char *name) {
   void *found = dlvsym(RTLD_NEXT, name, "GLIBC_2.3.2"); /* the newer of two condition variables */
@@ -45,10 +48,16 @@ time_t time(time_t *now) {
   return read.tv_sec;
 }
 
-#define SHIFTED(name, parameters, ...) \
-  int name parameters { NEXT(name); struct timespec shifted = real(deadline); deadline = &shifted; return original(__VA_ARGS__); }
-SHIFTED(pthread_cond_timedwait, (pthread_cond_t *c, pthread_mutex_t *m, const struct timespec *deadline), c, m, deadline)
-SHIFTED(pthread_cond_clockwait, (pthread_cond_t *c, pthread_mutex_t *m, clockid_t k, const struct timespec *deadline), c, m, k, deadline)
-SHIFTED(pthread_mutex_timedlock, (pthread_mutex_t *m, const struct timespec *deadline), m, deadline)
-SHIFTED(sem_timedwait, (sem_t *s, const struct timespec *deadline), s, deadline)
-SHIFTED(sem_clockwait, (sem_t *s, clockid_t k, const struct timespec *deadline), s, k, deadline)
+#define SHIFTED(name, parameters, ...)                                    \
+  int name parameters {                                                   \
+    NEXT(name);                                                           \
+    struct timespec shifted = real(deadline);                             \
+    deadline = &shifted;                                                  \
+    return original(__VA_ARGS__);                                         \
+  }
+typedef const struct timespec *deadline_t;
+SHIFTED(pthread_cond_timedwait, (pthread_cond_t * c, pthread_mutex_t *m, deadline_t deadline), c, m, deadline)
+SHIFTED(pthread_cond_clockwait, (pthread_cond_t * c, pthread_mutex_t *m, clockid_t k, deadline_t deadline), c, m, k, deadline)
+SHIFTED(pthread_mutex_timedlock, (pthread_mutex_t * m, deadline_t deadline), m, deadline)
+SHIFTED(sem_timedwait, (sem_t * s, deadline_t deadline), s, deadline)
+SHIFTED(sem_clockwait, (sem_t * s, clockid_t k, deadline_t deadline), s, k, deadline)
