@@ -1,6 +1,7 @@
 #!/usr/bin/env bash
 # hosts.sh: N "hosts" on one machine, each with its own network, hostname, process table, /etc/hosts, /run, /tmp, /dev/shm,
-# ~/.ssh, sshd and SLURM daemon (munged, slurmd; slurmctld on the first). Needs root, iproute2, openssh-server, slurm-wlm, munge.
+# ~/.ssh, uptime, sshd and SLURM daemon (munged, slurmd; slurmctld on the first). Needs root, iproute2, openssh-server, slurm-wlm,
+# munge and gcc.
 #
 #   hosts.sh up [N]              idempotent: starts what is missing (3 hosts h1..hN unless given)
 #   hosts.sh on HOST COMMAND...  runs a command on a host (as a login there, without ssh)
@@ -8,7 +9,7 @@
 #   hosts.sh shape HOST [ARGS]   tc in both directions: tbf rate 400mbit burst 512kb latency 100ms, or netem delay 5ms; none = remove
 #   hosts.sh off HOST            power off: ends every process of the host at once (up boots it again)
 #   hosts.sh slow HOST [PERCENT] limits the processes of the host to PERCENT of one CPU (cgroup); none = no limit
-#   hosts.sh clock HOST [SECONDS] shifts the wall clock of programs that ssh starts from now on (needs gcc); none = right clock
+#   hosts.sh clock HOST [SECONDS] shifts the wall clock of programs that ssh starts from now on; none = right clock
 #   hosts.sh ps HOST, ls HOST    processes, listeners (ss -ltnp) of the host
 #   hosts.sh down                ends and removes everything
 #
@@ -165,5 +166,5 @@ case "${1:-}" in
     done
     ip netns del bed-switch 2>/dev/null || true
     rm -rf "$BED" ;;
-  *) sed -n '2,20s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
+  *) sed -n '2,21s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
 esac
