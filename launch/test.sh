@@ -13,7 +13,7 @@
 #   CUDA_HOST=1 bash launch/test.sh         only the tests of torch's CUDA host code, without a GPU, in an environment of
 #                                           their own with a CUDA build of torch (5 GB); not part of the other runs
 #   CLUSTER=1 bash launch/test.sh           only the launcher on real sshd and SLURM, between three hosts on this machine; needs
-#                                           root and Debian's openssh-server, slurm-wlm, munge and iproute2 (15 minutes)
+#                                           root and Debian's openssh-server, slurm-wlm, munge, iproute2 and gcc (25 minutes)
 #   bash launch/test.sh tests/models -x     arguments go to pytest; SGLang and the browser are skipped then
 #
 # A failed test does not hide those of other stages. Ctrl-C ends all of them.

@@ -93,20 +93,26 @@ def explain_stall(processes: Sequence[ObservedProcess]) -> str:
     waits = {process: wait for process in processes if (wait := _current_wait(process)) and not process.is_stuck}
     awaited = _waiters(processes, waits)
     culprits = [process for process in processes if process.is_stuck or (process in awaited and process not in waits)]
+    several = len({process.host for process in processes}) > 1
+
+    def named(process: ObservedProcess) -> str:
+        is_placed = several and process.report.state not in (STOPPED, _NO_REPLY)  # their activity names the host
+        return f"{process.name} on {process.host}" if is_placed else process.name
+
     lines = [
-        f"{process.name} {describe_activity(process)}{_describe_waiters(awaited.get(process, []))}"
+        f"{named(process)} {describe_activity(process)}{_describe_waiters(awaited.get(process, []))}"
         for process in culprits
     ]
     crossed = [process for process in awaited if process in waits] if not culprits else []
     lines += [
-        f"{process.name} waits in {waits[process].call} of {waits[process].group}"
+        f"{named(process)} waits in {waits[process].call} of {waits[process].group}"
         f"{_describe_waiters(awaited[process])}: the ranks call collectives in different orders"
         for process in crossed
     ]
     rest = [process for process in processes if process not in culprits and process not in crossed]
     lines += _waiting_lines(waits, rest)
     at_work = [process for process in rest if process not in waits and process.spans and process.role != "driver"]
-    lines += [f"{process.name} {describe_activity(process)}" for process in at_work]
+    lines += [f"{named(process)} {describe_activity(process)}" for process in at_work]
     lines += [f"{process.name} {describe_activity(process)}" for process in rest if process.role == "driver"]
     idle = [process.name for process in rest if not process.spans and process.role != "driver"]
     return "\n".join([*lines, *([f"idle: {', '.join(idle)}"] if idle else [])])
@@ -190,10 +196,19 @@ def _describe_waiters(waiting: Sequence[ObservedProcess]) -> str:
     if not waiting:
         return ""
     wait = _current_wait(waiting[0])
+    longest = max(_seconds_in_wait(process) for process in waiting)
     ranks = ", ".join(str(process.rank) for process in waiting)
     return f"; {waiting[0].role} rank{'s' * (len(waiting) > 1)} {ranks} wait{'s' * (len(waiting) == 1)} for it" + (
-        f" in {wait.call} of {wait.group}" if wait else ""
+        f" in {wait.call} of {wait.group}{f', for {longest:.0f} s' if longest >= 1 else ''}" if wait else ""
     )
+
+
+def _seconds_in_wait(process: ObservedProcess) -> float:
+    """Return the time since the start of the collective that a process waits in."""
+    report = process.report
+    spans = report.board.spans if report.board else ()
+    since = next((span.since_ns for span in reversed(spans) if _WAIT.match(span.name)), report.taken_ns)
+    return (report.taken_ns - since) / 1e9
 
 
 def _waiting_lines(waits: Mapping[ObservedProcess, Wait], rest: Sequence[ObservedProcess]) -> list[str]:

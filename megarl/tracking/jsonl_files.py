@@ -5,7 +5,8 @@ strings ``"NaN"``, ``"Infinity"`` and ``"-Infinity"``, and read back as numbers.
 
 A line of the balance file holds ``step`` and lists over the ranks, by ``<role>/<quantity>``: ``tokens`` and ``work`` of
 the role's update (work = model FLOPs relative to the mean of the ranks), and ``<verb>_s``, the busy seconds of a rank
-in a verb. It is a separate file because one metric per rank would swamp the metrics.
+in a verb. ``delay_s/<host>`` has one number: the seconds in which the others waited for a slow host. It is a separate
+file because one metric per rank would swamp the metrics.
 """
 
 from __future__ import annotations
@@ -27,7 +28,7 @@ SKIPPED_STEPS_SUFFIX = "/skipped_steps"
 
 BALANCE_FILE = "balance.jsonl"
 BALANCE_BYTES = 16 << 20
-TOKENS, WORK, SECONDS_SUFFIX = "tokens", "work", "_s"
+TOKENS, WORK, SECONDS_SUFFIX, DELAY_PREFIX = "tokens", "work", "_s", "delay_s/"
 RankLists = dict[str, list[float]]
 BalanceRows = dict[int, RankLists]
 

@@ -13,12 +13,15 @@ import subprocess
 import sys
 import time
 from collections.abc import Callable, Iterator
+from contextlib import suppress
 from pathlib import Path
 
 import psutil
 import pytest
 from support.arithmetic_task import make_task
 from support.waits import wait_for_text
+
+from megarl.tracing.board import BOARD, find_file, read_board
 
 ROOT = Path(__file__).resolve().parents[2]
 HOSTS = Path(__file__).with_name("hosts.sh")
@@ -59,6 +62,53 @@ class Bed:
             words = ["bash", str(HOSTS), "on", host, *command]
             return subprocess.Popen(words, env=self.environment, stdout=file, stderr=subprocess.STDOUT)
 
+    def watched(self, host: str) -> list[psutil.Process]:
+        """Return the processes of a host that show their activity: driver, ranks and engines."""
+        first = (self.state / host / "pid").read_text(encoding="ascii").strip()
+        namespace = os.readlink(f"/proc/{first}/ns/pid")
+        found = []
+        for pid in psutil.pids():
+            with suppress(OSError, psutil.NoSuchProcess):
+                if os.readlink(f"/proc/{pid}/ns/pid") == namespace and find_file(pid, BOARD) is not None:
+                    found.append(psutil.Process(pid))
+        return found
+
+    def power_off_during(
+        self, phase: str, driver_host: str, host: str, has_begun: Callable[[], bool] = lambda: True, silent: bool = True
+    ) -> None:
+        """Switch a host off while the driver is in a phase that needs the host.
+
+        The processes of the host are stopped first. If the phase ends all the same, they go on, and the next one is
+        tried.
+
+        Args:
+            has_begun: whether the part of the phase has begun that the host must not finish.
+            silent: cut the cable first, so that no connection is closed.
+        """
+        # Ray's actors have verbs of the same names.
+        drivers = [process for process in self.watched(driver_host) if not process.cmdline()[0].startswith("ray::")]
+        processes = self.watched(host)
+
+        def is_open() -> bool:
+            return any(phase in open_spans(driver) for driver in drivers)
+
+        deadline = time.monotonic() + LIMIT_S
+        while True:
+            assert time.monotonic() < deadline, f"{phase} was not seen"
+            if not (is_open() and has_begun()):
+                time.sleep(0.001)
+                continue
+            for process in processes:
+                process.suspend()
+            time.sleep(1)
+            if is_open():
+                break
+            for process in processes:
+                process.resume()
+        if silent:
+            self("cut", host)
+        self("off", host)
+
     def leftovers(self, host: str) -> list[str]:
         """Return the processes of a host beside its daemons, and files of runs in its /tmp and /dev/shm."""
         processes = [line for line in self.on(host, "ps", "-eo", "args=").splitlines() if not DAEMONS.search(line)]
@@ -66,6 +116,12 @@ class Bed:
         names = "/tmp/megarl-[!0]* /tmp/megarl-0/[!r]* /tmp/ray* /dev/shm/*"
         files = self.on(host, "sh", "-c", f"ls -d {names} 2>/dev/null || true").splitlines()
         return [line for line in processes if "ls -d /tmp/megarl" not in line] + files
+
+
+def open_spans(process: psutil.Process) -> list[str]:
+    """Return the current activity of a watched process, outermost first; empty if it has ended."""
+    board = read_board(process.pid)
+    return [] if board is None else [span.name for span in board.spans]
 
 
 class Launch:
@@ -123,6 +179,7 @@ def hosts(bed: Bed) -> Iterator[Bed]:
     bed("up", "3")
     for host in ("h1", "h2", "h3"):
         bed("mend", host)
+        bed("slow", host)
         deadline = time.monotonic() + LIMIT_S
         while leftovers := bed.leftovers(host):
             assert time.monotonic() < deadline, (host, leftovers)

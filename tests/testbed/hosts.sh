@@ -1,12 +1,15 @@
 #!/usr/bin/env bash
 # hosts.sh: N "hosts" on one machine, each with its own network, hostname, process table, /etc/hosts, /run, /tmp, /dev/shm,
-# ~/.ssh, sshd and SLURM daemon (munged, slurmd; slurmctld on the first). Needs root, iproute2, openssh-server, slurm-wlm, munge.
+# ~/.ssh, uptime, sshd and SLURM daemon (munged, slurmd; slurmctld on the first). Needs root, iproute2, openssh-server, slurm-wlm,
+# munge and gcc.
 #
 #   hosts.sh up [N]              idempotent: starts what is missing (3 hosts h1..hN unless given)
 #   hosts.sh on HOST COMMAND...  runs a command on a host (as a login there, without ssh)
 #   hosts.sh cut|mend HOST       pulls or plugs the host's cable
 #   hosts.sh shape HOST [ARGS]   tc in both directions: tbf rate 400mbit burst 512kb latency 100ms, or netem delay 5ms; none = remove
 #   hosts.sh off HOST            power off: ends every process of the host at once (up boots it again)
+#   hosts.sh slow HOST [PERCENT] limits the processes of the host to PERCENT of one CPU (cgroup); none = no limit
+#   hosts.sh clock HOST [SECONDS] shifts the wall clock of programs that ssh starts from now on; none = right clock
 #   hosts.sh ps HOST, ls HOST    processes, listeners (ss -ltnp) of the host
 #   hosts.sh down                ends and removes everything
 #
@@ -20,6 +23,8 @@ SELF="$(readlink -f "${BASH_SOURCE[0]}")"
 
 pid_of() { local pid; pid="$(cat "$BED/$1/pid" 2>/dev/null)" && [ -d "/proc/$pid" ] && echo "$pid"; }
 enter() { local pid; pid="$(pid_of "$1")" || { echo "$1 is off" >&2; return 1; }; nsenter -t "$pid" -m -u -i -n -p -- "${@:2}"; }
+# The CPU controller of cgroups has its own hierarchy in version 1.
+if [ -d /sys/fs/cgroup/cpu ]; then CGROUPS=/sys/fs/cgroup/cpu; else CGROUPS=/sys/fs/cgroup; fi
 hosts() { seq -f 'h%g' 1 "$(cat "$BED/count")"; }
 
 prepare() {
@@ -68,7 +73,8 @@ CONF
 cable() {  # the switch is a namespace of its own, so that the machine's network is not involved
   local host="$1" address="$NET.$((10 + ${1#h}))"
   [ -e /run/netns/bed-switch ] || { ip netns add bed-switch; ip -n bed-switch link add br0 type bridge; ip -n bed-switch link set br0 up; }
-  [ -e "/run/netns/bed-$host" ] && return
+  if ip -n bed-switch link show "bed-$host" >/dev/null 2>&1; then return; fi
+  ip netns del "bed-$host" 2>/dev/null || true  # of a testbed that was killed
   ip netns add "bed-$host"
   ip link add "bed-$host" netns bed-switch type veth peer name eth0 netns "bed-$host"
   ip -n bed-switch link set "bed-$host" master br0 up
@@ -80,7 +86,8 @@ cable() {  # the switch is a namespace of its own, so that the machine's network
 
 boot() {
   pid_of "$1" >/dev/null && return; rm -f "$BED/$1/ready"
-  setsid ip netns exec "bed-$1" unshare --mount --uts --ipc --pid --fork --kill-child \
+  local up=$((1000 * ${1#h}))  # the monotonic clocks of hosts differ by the times of their boots
+  setsid ip netns exec "bed-$1" unshare --mount --uts --ipc --pid --time --monotonic "$up" --boottime "$up" --fork --kill-child \
     env -i HOME="$HOME" PATH="$PATH" BED="$BED" BED_SHARE="${BED_SHARE:-}" BED_READ="${BED_READ:-}" bash "$SELF" init "$1" >"$BED/$1/log" 2>&1 </dev/null &
   for _ in $(seq 100); do  # the first process inside, as seen from here
     local outer; outer="$(pgrep -f "bash $SELF init $1\$" | while read -r pid; do
@@ -133,6 +140,21 @@ case "${1:-}" in
       [ $# -le 2 ] || tc -n "$space" qdisc add dev "$device" root "${@:3}"
     done ;;
   off) kill -KILL "$(pid_of "$2")" ;;
+  clock)
+    gcc -O2 -shared -fPIC -o "$BED/clock.so" "$(dirname "$SELF")/clock.c"
+    sed -i /^SetEnv/d "$BED/$2/sshd_config"
+    [ $# -le 2 ] || echo "SetEnv LD_PRELOAD=$BED/clock.so CLOCK_OFFSET=$3" >>"$BED/$2/sshd_config"
+    enter "$2" sh -c 'kill -HUP "$(cat /run/sshd.pid)"' ;;
+  slow)
+    group="$CGROUPS/bed-$2" quota=$((${3:-0} * 1000))
+    mkdir -p "$group"
+    if [ -e "$group/cpu.max" ]; then
+      [ "$quota" -gt 0 ] && echo "$quota 100000" >"$group/cpu.max" || echo max >"$group/cpu.max"
+    else
+      [ "$quota" -gt 0 ] && echo "$quota" >"$group/cpu.cfs_quota_us" || echo -1 >"$group/cpu.cfs_quota_us"
+    fi
+    # Later processes of the host are in the group of their parents.
+    for pid in $(pgrep --ns "$(pid_of "$2")" --nslist pid); do echo "$pid" >"$group/cgroup.procs" 2>/dev/null || true; done ;;
   ps) enter "$2" ps -eo pid,ppid,stat,etimes,args ;;
   ls) enter "$2" ss -ltnp ;;
   down)
@@ -140,8 +162,9 @@ case "${1:-}" in
     for host in $(hosts); do
       if pid="$(pid_of "$host")"; then kill -KILL "$pid"; fi
       ip netns del "bed-$host" 2>/dev/null || true
+      rmdir "$CGROUPS/bed-$host" 2>/dev/null || true
     done
     ip netns del bed-switch 2>/dev/null || true
     rm -rf "$BED" ;;
-  *) sed -n '2,18s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
+  *) sed -n '2,21s/^# \{0,1\}//p' "$SELF"; exit 2 ;;
 esac

@@ -95,26 +95,6 @@ def test_an_unplugged_host(launch, hosts, join):
     assert "h2" in run.text()
 
 
-def test_a_powered_off_host_is_replaced_by_the_spare(launch, hosts, grpo):
-    run = launch(
-        *SPARE,
-        "--no-doctor",
-        "--max-restarts",
-        "1",
-        "--restart-delay",
-        "1",
-        *grpo,
-        "trainer.total_training_steps=6",
-        "trainer.resume_mode=auto",
-    )
-    run.until(r"(?m)^.*step[: ]+2\b")
-    hosts("cut", "h2")
-    hosts("off", "h2")
-    assert run.code() == 0, run.text()
-    assert "node h2 is lost" in run.text()
-    assert "h1 (10.77.0.11), h3 (10.77.0.13)" in run.text()
-
-
 def test_a_silent_host_is_replaced_by_the_spare(launch, hosts, join):
     run = launch(*SPARE, "--max-restarts", "1", "--restart-delay", "1", *join(600))
     run.until(r"NODES \[")

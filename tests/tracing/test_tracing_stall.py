@@ -67,7 +67,10 @@ def test_unreachable_node_and_stopped_engine_process():
     lost = ObservedProcess("critic", 0, "10.0.0.2", unreachable_process(5))
     lines = explain_stall([lost, ObservedProcess("rollout", 1, "10.0.0.1", engine)]).splitlines()
     assert lines[0] == "critic rank 0 (pid 5): its node 10.0.0.2 does not reply"
-    assert lines[1] == "rollout rank 1 is in exchange, without a stack; its process 7 is stopped: sglang::scheduler"
+    assert (
+        lines[1]
+        == "rollout rank 1 on 10.0.0.1 is in exchange, without a stack; its process 7 is stopped: sglang::scheduler"
+    )
 
 
 def test_known_frames_are_described():
@@ -101,3 +104,14 @@ def test_ranks_are_parsed_from_their_text(any_ranks, first, step, count):
     evenly = list(range(first, first + step * count, step))
     assert parse_ranks(describe_ranks(evenly)) == tuple(evenly)
     assert len(describe_ranks(evenly)) < 50, "fits on a board, however large the group is"
+
+
+def test_hosts_are_named_if_there_are_several_with_the_time_that_others_wait():
+    def on(host, rank, *spans):
+        board = BoardContent([OpenSpan(name, 40 * 10**9) for name in spans], {})
+        return ObservedProcess("actor", rank, host, ProcessReport(rank, "sleeping", board, taken_ns=100 * 10**9))
+
+    slow, waiting = on("10.0.0.2", 1, "update_actor"), on("10.0.0.1", 0, "update_actor", f"all_reduce #7 of {DP}")
+    [line, _] = explain_stall([waiting, slow]).splitlines()
+    assert line.startswith("actor rank 1 on 10.0.0.2 is in update_actor")
+    assert line.endswith(f"actor rank 0 waits for it in all_reduce #7 of {DP}, for 60 s")

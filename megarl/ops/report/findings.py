@@ -15,7 +15,7 @@ from megarl.base.algorithm_names import estimator_needs
 from megarl.base.formatting import count_noun, duration
 from megarl.ops.report.charts import FAILURES, non_finite_counts
 from megarl.ops.report.run_files import RunRecord
-from megarl.tracking.jsonl_files import VALIDATION_PREFIX
+from megarl.tracking.jsonl_files import DELAY_PREFIX, VALIDATION_PREFIX
 
 BAD, WARN = "bad", "warn"
 _RECOVERED = {
@@ -154,8 +154,27 @@ def _slower(run: RunRecord) -> Iterator[ReportFinding]:
         yield ReportFinding(WARN, text, "timing_s/step")
 
 
+def _slow_hosts(run: RunRecord) -> Iterator[ReportFinding]:
+    seconds = {row["step"]: row["timing_s/step"] for row in run.rows if "timing_s/step" in row}
+    steps = [step for step in run.balance if step in seconds]
+    total = sum(seconds[step] for step in steps)
+    for name in sorted({name for step in steps for name in run.balance[step] if name.startswith(DELAY_PREFIX)}):
+        delays = [run.balance[step][name][0] for step in steps if name in run.balance[step]]
+        if len(delays) > 2 and sum(delays) > 0.05 * total:
+            text = (
+                f"{name.removeprefix(DELAY_PREFIX)} is slow: the other ranks waited at least "
+                f"{duration(sum(delays))} for it in {len(delays)} of {count_noun(len(steps), 'step')}, "
+                f"{sum(delays) / total:.0%} of their time."
+            )
+            reason = (
+                "Its ranks take longer than those of the other hosts for the same work: look for other processes, and "
+                "for devices that are hot or limited in power."
+            )
+            yield ReportFinding(WARN, text, "timing_s/step", reason)
+
+
 _CHECKS: tuple[Callable[[RunRecord], Iterator[ReportFinding]], ...] = (
-    _accuracy, _reward_gap, _constant_score, _slower,
+    _accuracy, _reward_gap, _constant_score, _slower, _slow_hosts,
 )  # fmt: skip
 
 

@@ -21,6 +21,7 @@ from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_tracker
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, REPORT_FILE, BalanceFile, RankLists
 from megarl.tracking.sample_files import SampleFiles, begin_samples
 from megarl.trainer.records.sample_records import Sample
+from megarl.trainer.records.slow_hosts import SlowHostWarnings
 from megarl.trainer.records.step_metrics import empty_step_warnings, memory_warnings, mismatch_warnings
 from megarl.trainer.state.checkpoint_manifest import ID_FILE, identify_run
 from megarl.trainer.state.run_state import RunState
@@ -109,6 +110,7 @@ class RunReporter:
                     shutil.copyfile(resumed_from[0] / name, folder / name)
             self._accuracy_before = _accuracy_of_start(self.metrics_file)
         self._balance = BalanceFile(folder / BALANCE_FILE, resumed_step)
+        self._slow_hosts = SlowHostWarnings()
         self.trackers = self._open_trackers(resumed_step)
 
     def _open_trackers(self, resumed_step: int | None) -> Trackers:
@@ -210,8 +212,10 @@ class RunReporter:
         self.samples[kind].add(step, samples)
 
     def keep_balance(self, step: int, lists: RankLists) -> None:
-        """Append the work of each data-parallel rank to the balance file."""
+        """Append the work of each data-parallel rank to the balance file, and warn of slow hosts."""
         self._balance.add(step, lists)
+        for sentence in self._slow_hosts.sentences(lists, self.seconds.get("step", 0.0)):
+            self.console.warn(f"step {step}: {sentence}")
 
     def finish(self, hf_dir: str | None, stopped: str | None = None) -> RunSummary:
         """Close the trackers, and write and print the summary."""

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections import Counter
 from collections.abc import Container, Iterable, Mapping
 from types import MappingProxyType
 
@@ -16,8 +17,9 @@ from megarl.config.schema.jobs import TrainConfig
 from megarl.data import DataProto, sequence_lengths, token_counts
 from megarl.data.remote_columns import RowMap, map_in_process
 from megarl.models import ModelConfig
-from megarl.tracking.jsonl_files import SECONDS_SUFFIX, TOKENS, WORK, RankLists
+from megarl.tracking.jsonl_files import DELAY_PREFIX, SECONDS_SUFFIX, TOKENS, WORK, RankLists
 from megarl.tracking.phase_timer import unhidden_seconds
+from megarl.trainer.records.slow_hosts import host_delays, hosts_of_ranks
 from megarl.workers.row_math import (
     FINISH_REASON,
     GENERATED_TOKENS,
@@ -230,7 +232,7 @@ def empty_step_warnings(metrics: Mapping[str, float]) -> list[str]:
 
 
 def rank_balance(batch: DataProto, learners: Iterable[WorkerGroup], verbs: Container[str]) -> RankLists:
-    """List the tokens, work and busy seconds of each data-parallel rank, for the balance file.
+    """List tokens, work and busy seconds of each data-parallel rank, and delays by slow hosts, for the balance file.
 
     Args:
         batch: rows of the updates.
@@ -240,14 +242,19 @@ def rank_balance(batch: DataProto, learners: Iterable[WorkerGroup], verbs: Conta
     """
     lengths = token_counts(batch)
     lists: RankLists = {}
+    delays: Counter[str] = Counter()
     for group in learners:
         role, update = group.role, f"update_{group.role}"
+        work = [1.0] * group.layout.dp
         if update in verbs:
             costs = group.budgets[update].cost.of(lengths)
             tokens, work = group.partition(update, batch).loads(lengths, costs)
             lists |= {f"{role}/{TOKENS}": tokens, f"{role}/{WORK}": work}
-        lists |= {f"{role}/{verb}{SECONDS_SUFFIX}": seconds for verb, seconds in group.take_busy().items()}
-    return lists
+        hosts = hosts_of_ranks(group)
+        for verb, seconds in group.take_busy().items():
+            lists[f"{role}/{verb}{SECONDS_SUFFIX}"] = seconds
+            delays.update(host_delays(seconds, work, hosts))
+    return lists | {f"{DELAY_PREFIX}{host}": [seconds] for host, seconds in delays.items()}
 
 
 def explained_by_rounding(config: TrainConfig, model: ModelConfig) -> float:

@@ -1,6 +1,7 @@
 """Verdict and findings of runs with known metrics."""
 
 import math
+from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -155,3 +156,12 @@ def test_final_metrics_for_comparisons(make_run):
     assert numbers["reward"] == pytest.approx((0.6 + 0.7 + 0.8 + 0.9 + 1.0) / 5), "of the last five steps"
     assert (numbers["steps"], numbers["train_seconds"], numbers["failures"]) == (10.0, 20.0, 1.0)
     assert final_metrics(RunRecord(Path("x"), "x", [])) == {}
+
+
+def test_a_slow_host_is_named_with_its_cost():
+    record = run({"timing_s/step": [10.0] * 10})
+    slow = {step: {"actor/work": [1.0, 1.0], "delay_s/10.0.0.2": [6.0]} for step in range(3, 11)}
+    balance = {1: {"actor/work": [1.0, 1.0]}, 2: {"delay_s/10.0.0.1": [2.0]}, **slow}
+    [finding] = run_findings(replace(record, balance=balance))
+    assert finding.level == "warn" and "10.0.0.2" in finding.text and "48%" in finding.text
+    assert "8 of 10 steps" in finding.text
