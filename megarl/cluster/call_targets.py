@@ -1,4 +1,4 @@
-"""A target of a worker group's calls: the process of a rank, or the one that calls the ranks of a node."""
+"""Targets of a worker group's calls: a rank's process, or the process that calls a node's ranks."""
 
 from __future__ import annotations
 

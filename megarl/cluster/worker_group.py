@@ -349,7 +349,7 @@ class WorkerGroup:
     def _submit_to_all(
         self, verb: str, mark: VerbMark, args: Sequence[Any], kwargs: Mapping[str, Any], owner: int | None
     ) -> PendingCall:
-        """Start a verb on all processes; the result is that of the owner, or without an owner the list of all."""
+        """Start a verb on all processes; the result is the owner's, or without an owner the list of all."""
         targets, keep = self._begin(by_node=True), self._actors.keys() if owner is None else {owner}
         calls = [target.call(verb, mark.phase, keep, kwargs, args) for target in targets]
 
