@@ -268,7 +268,7 @@ def main() -> None:
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store-gb", type=int, default=6, help="size of the object store")
-    args = parse_sizes(parser, samples=[8], longest=32, mean=16, ranks=[8], steps=1, store_gb=1)
+    args = parse_sizes(parser, samples=[8], longest=32, mean=16, ranks=[2], steps=1, store_gb=1)
 
     torch.set_num_threads(1)
     keep_freed_memory(LARGEST_KEPT_TENSOR)

@@ -186,7 +186,8 @@ def gpg(inputs: AdvantageInputs) -> tuple[Tensor, Tensor]:
     highest, lowest = groups.largest(groups.scores), -groups.largest(-groups.scores)
     # Equal sums of token rewards may differ by rounding.
     rounding = 64 * torch.finfo(groups.scores.dtype).eps * highest.abs().clamp(min=1)
-    informative = groups.counted & ((highest - lowest > rounding) | (~groups.several & (groups.scores != 0)))
+    spread = torch.where(groups.several, highest - lowest, groups.scores.abs())
+    informative = groups.counted & (spread > rounding)
     alpha = groups.counted.double().sum() / informative.double().sum().clamp(min=1)
     advantages = groups.to_tokens(alpha * relative)
     return advantages, advantages

@@ -112,17 +112,17 @@ def test_gpg_equals_the_papers_formula(case):
     for row in counted:
         scores = {round(rewards[p].sum(), 9) for p in counted if groups[p] == groups[row]}  # without rounding errors
         single = sum(groups[p] == groups[row] for p in counted) == 1
-        informative += bool(rewards[row].sum()) if single else len(scores) > 1
+        informative += any(scores) if single else len(scores) > 1
     alpha = len(counted) / max(informative, 1)
     expected = np.where(mask, alpha * relative[:, None], 0.0)
     np.testing.assert_allclose(estimate("gpg", case), expected, rtol=1e-6, atol=1e-9)
 
 
 def test_gpg_takes_scores_that_differ_by_rounding_for_equal():
-    rewards = np.array([[0.7, -0.2], [1.3, -0.8], [1.0, 0.0], [0.0, 0.0]])
-    assert rewards[0].sum() != rewards[1].sum()
-    case = rewards, np.ones((4, 2), bool), np.array(["a", "a", "b", "b"], object)
-    np.testing.assert_allclose(estimate("gpg", case)[:, 0], [0.0, 0.0, 1.0, -1.0], atol=1e-9)  # alpha = 4 / 2
+    rewards = np.array([[0.7, -0.2, 0.0], [1.3, -0.8, 0.0], [1.0, 0.0, 0.0], [0.0, 0.0, 0.0], [0.1, 0.2, -0.3]])
+    assert rewards[0].sum() != rewards[1].sum() and rewards[4].sum() != 0
+    case = rewards, np.ones((5, 3), bool), np.array(["a", "a", "b", "b", "c"], object)
+    np.testing.assert_allclose(estimate("gpg", case)[:, 0], [0.0, 0.0, 1.25, -1.25, 0.0], atol=1e-9)  # alpha = 5 / 2
 
 
 # Computed by hand from the equations named above, for one prompt whose four answers have these scores and lengths.
