@@ -99,13 +99,13 @@ def test_a_short_cut_is_survived_and_a_lost_host_without_a_spare_ends_the_run(la
     assert re.findall(r"node (h\d) is lost", run.text()) == ["h2"], run.text()
 
 
-def test_a_host_with_a_tenth_of_the_cpu_is_named_with_its_cost(launch, hosts, grpo, shared):
+def test_a_host_with_a_tenth_of_the_cpu_is_named_with_its_cost(launch, hosts, grpo, folder, shared):
     """After the first steps; the watchdog and a warning name the host during the run, the report afterwards."""
     run = launch(
         *("--hosts", "h1,h2", "--no-doctor", *grpo),
         "actor_rollout_ref.actor.megatron.tensor_model_parallel_size=1",  # a data-parallel rank on each host
         # Until the watchdog has the slow host's stacks, the update goes on.
-        *("actor_rollout_ref.actor.ppo_epochs=15", "+trainer.watchdog.phases.update_actor=2"),
+        *("actor_rollout_ref.actor.ppo_epochs=30", "+trainer.watchdog.phases.update_actor=2"),
         *("trainer.total_training_steps=4", "trainer.save_freq=-1"),
     )
     run.until(r"(?m)^step 1/")
@@ -113,8 +113,8 @@ def test_a_host_with_a_tenth_of_the_cpu_is_named_with_its_cost(launch, hosts, gr
     assert run.code() == 0, run.text()
     assert re.search(r"actor rank \d on 10\.77\.0\.12 is in update_actor", run.text()), run.text()
     assert re.search(r"step [34]: 10\.77\.0\.12 is slow", run.text()), run.text()
-    [folder] = find_runs([shared / "outputs" / "a_host_with_a_tenth_of_the_cpu_is_named"[:40]])
-    assert any("10.77.0.12 is slow" in finding.text for finding in run_findings(read_run(folder)))
+    [output] = find_runs([shared / "outputs" / folder.name.removeprefix("test_")[:40]])
+    assert any("10.77.0.12 is slow" in finding.text for finding in run_findings(read_run(output)))
 
 
 def test_a_host_whose_clock_is_an_hour_ahead(launch, hosts, grpo, folder, shared):

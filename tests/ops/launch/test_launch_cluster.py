@@ -74,7 +74,9 @@ def check_stall_on_the_other_node(hang, folder):
     ahead_ns, error_ns = hang["offsets"][remote]
     assert error_ns > 0 and abs(ahead_ns) <= error_ns
     line = hang["stall"].splitlines()[1]
-    assert re.match(rf"  actor rank {far} on {remote} is in update .*, at hang \(tests/cluster/hanging_workers\.py:\d+\); ", line)
+    assert re.match(
+        rf"  actor rank {far} on {remote} is in update .*, at hang \(tests/cluster/hanging_workers\.py:\d+\); ", line
+    )
     assert f"actor rank {1 - far} waits for it in all_reduce #3 of all ranks [0, 1]" in line
     (stall,) = (folder / "stalls").iterdir()
     stack = (stall / f"actor-{far}.txt").read_text(encoding="utf-8")
