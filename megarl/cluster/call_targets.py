@@ -57,7 +57,7 @@ class CallTarget:
         """Start a verb, see :meth:`results`; the ranks in ``keep`` return their results, others None."""
         if self.is_node:
             kept = [rank for rank in self.ranks if rank in keep]
-            ref = self.actor.call.remote(verb, phase, kept, kwargs, *self._for_ranks(args))
+            ref = self.actor.call.remote(verb, kept, kwargs, *self._for_ranks(args))
         else:
             ref = self.actor.call.remote(verb, self.ranks[0] in keep, kwargs, *for_rank(args, self.ranks[0]))
         return self.called(ref, verb, phase)
@@ -91,7 +91,7 @@ class CallTarget:
         places = sorted(set(chain.from_iterable(own.values())))
         start = self.actor.call_scatter.options(num_returns=len(places) + 1)
         if self.is_node:
-            refs = start.remote(verb, phase, own, width, *self._for_ranks(args))
+            refs = start.remote(verb, own, width, *self._for_ranks(args))
         else:
             refs = start.remote(verb, places, width, *for_rank(args, self.ranks[0]))
         *payloads, done = [refs] if isinstance(refs, ray.ObjectRef) else refs  # Ray returns one reference as it is

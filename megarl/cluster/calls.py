@@ -18,8 +18,6 @@ from megarl.base.errors import WorkerError
 from megarl.base.logs import tail
 from megarl.base.signals import wait_slices
 from megarl.cluster.worker_process import RemoteFailure, WorkerInfo
-from megarl.data import DataProto
-from megarl.sharding.placement import Routes
 from megarl.workers.dispatch import Dispatch
 
 # When one process fails, its peers often fail a moment later because of it ("connection reset"). gather() waits this
@@ -308,11 +306,6 @@ class RankHandle:
 def for_rank(args: Sequence[Any], rank: int) -> list[Any]:
     """Return the arguments of a rank."""
     return [arg.values[rank] if isinstance(arg, PerRank) else arg for arg in args]
-
-
-def stored_once(args: Sequence[Any]) -> list[Any]:
-    """Store large arguments, so that all processes of a node read the same copy."""
-    return [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
 
 
 def wait_all(pending: Iterable[PendingCall], on_end: Callable[[int], None] | None = None) -> list[Any]:

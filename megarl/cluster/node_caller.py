@@ -16,13 +16,14 @@ import ray
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
 from megarl.cluster.call_targets import CallTarget
-from megarl.cluster.calls import gather, stored_once
+from megarl.cluster.calls import gather
 from megarl.cluster.partition import Partition
 from megarl.cluster.split_calls import RowFunctionCall, SplitCall
-from megarl.cluster.stored_chunks import Payload, receive, separated
+from megarl.cluster.stored_chunks import Payload, receive, separated, stored_once
 from megarl.cluster.worker_process import MappedRows, SplitResult, WorkerInfo, describe_process
 from megarl.data.ragged import Chunk
 from megarl.data.remote_columns import RowFunction
+from megarl.workers.dispatch import VerbMark
 
 FEWEST_RANKS = 64
 """A smaller group is called rank by rank: a verb costs its driver less than a tenth of a second."""
@@ -45,9 +46,9 @@ class NodeCaller:
         self._targets = [replace(target, info=infos[target.ranks[0]]) for target in self._targets]
         return describe_process()
 
-    def call(self, verb: str, phase: str, keep: Sequence[int], kwargs: Mapping[str, Any], *args: Any) -> list[Any]:
+    def call(self, verb: str, keep: Sequence[int], kwargs: Mapping[str, Any], *args: Any) -> list[Any]:
         """Run a verb on all ranks; those in ``keep`` return their results, others None."""
-        shared = stored_once(args)
+        phase, shared = self._mark(verb).phase, stored_once(args)
         return gather([target.call(verb, phase, keep, kwargs, shared) for target in self._targets])
 
     @ray.method(num_returns=2)
@@ -55,10 +56,8 @@ class NodeCaller:
         self, verb: str, partition: Partition, kwargs: Mapping[str, Any], *args: Any
     ) -> tuple[SplitResult, Chunk | None]:
         """Run a ``SPLIT`` verb on all ranks, like :meth:`.WorkerProcess.call_split`."""
-        info = self._targets[0].info
-        assert info is not None, "connect() comes first"
         split = SplitCall(partition, self._targets)
-        results = gather(split.start(verb, info.marks[verb], receive(args), kwargs))
+        results = gather(split.start(verb, self._mark(verb), receive(args), kwargs))
         joined, chunk = separated(split.collect(results))
         return SplitResult(joined, split.busy(results)), chunk
 
@@ -75,18 +74,24 @@ class NodeCaller:
         return MappedRows(joined, facts), chunk
 
     def call_scatter(
-        self, verb: str, phase: str, receivers: Mapping[int, Sequence[int]], width: int, *args: Any
+        self, verb: str, receivers: Mapping[int, Sequence[int]], width: int, *args: Any
     ) -> tuple[Any, ...]:
         """Run a verb that returns payloads on all ranks, like :meth:`.WorkerProcess.call_scatter`.
 
         Returns:
             The payloads for each receiver, of all ranks in order; then None.
         """
+        phase = self._mark(verb).phase
         started = [target.call_scatter(verb, phase, receivers, width, args) for target in self._targets]
         gather([call for call, _ in started])
         places = sorted(set(chain(*receivers.values())))
         of_places = ([refs[place] for _, refs in started if place in refs] for place in places)
         return (*(list(chain(*ray.get(refs))) for refs in of_places), None)
+
+    def _mark(self, verb: str) -> VerbMark:
+        info = self._targets[0].info
+        assert info is not None, "connect() comes first"
+        return info.marks[verb]
 
 
 class CallTargets:

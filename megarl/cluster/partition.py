@@ -33,8 +33,6 @@ from megarl.workers.settings import MicroBatchBudget
 
 Rows = list[list[int]]
 """Row indices of each data-parallel rank, in order."""
-
-
 Shares = Sequence[tuple[int, ...]]
 """Data-parallel ranks of each receiver: one rank, or those of a node."""
 
@@ -109,9 +107,8 @@ class Partition:
         """Return the partition of a part for several ranks, see :meth:`split`."""
         ends = accumulate((len(self.rows[rank]) for rank in share), initial=0)
         rows = [list(range(begin, end)) for begin, end in pairwise(ends)]
-        return Partition(
-            rows, sizes=[self.mini_batch_sizes[rank] for rank in share] if self._has_mini_batches else None
-        )
+        sizes = [self.mini_batch_sizes[rank] for rank in share] if self._has_mini_batches else None
+        return Partition(rows, sizes=sizes)
 
     def chunks(self, shares: Shares) -> Rows:
         """Return the rows that are stored together: those of each receiver, each row once."""
@@ -159,16 +156,6 @@ class Partition:
         joined.meta_info = dict(results[0].meta_info)
         return joined
 
-    @property
-    def _has_mini_batches(self) -> bool:
-        return self.mini_batch_rows is not None or self.sizes is not None
-
-    def _shares(self, shares: Shares | None) -> Shares:
-        return [(rank,) for rank in range(len(self.rows))] if shares is None else shares
-
-    def _rows_of(self, share: Sequence[int]) -> list[int]:
-        return self.rows[share[0]] if len(share) == 1 else list(chain.from_iterable(self.rows[rank] for rank in share))
-
     def loads(self, lengths: Sequence[int], costs: Sequence[float]) -> tuple[list[float], list[float]]:
         """Sum the tokens of each rank, and its work relative to the mean of the ranks.
 
@@ -185,6 +172,16 @@ class Partition:
         """Return the busiest rank's work in each mini-batch, over the ranks' mean work."""
         work = np.array([[sum(costs[row] for row in rows) for rows in ranks] for ranks in self.mini_batches])
         return float(work.max(axis=1).sum() / work.mean(axis=1).sum())
+
+    @property
+    def _has_mini_batches(self) -> bool:
+        return self.mini_batch_rows is not None or self.sizes is not None
+
+    def _shares(self, shares: Shares | None) -> Shares:
+        return [(rank,) for rank in range(len(self.rows))] if shares is None else shares
+
+    def _rows_of(self, share: Sequence[int]) -> list[int]:
+        return self.rows[share[0]] if len(share) == 1 else list(chain.from_iterable(self.rows[rank] for rank in share))
 
 
 def row_lengths(batch: DataProto) -> list[int] | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -19,19 +19,18 @@ from megarl.data.remote_columns import RowFunction
 from megarl.workers.dispatch import VerbMark
 
 
-@dataclass
 class SplitCall:
     """One call of a ``SPLIT`` verb."""
 
-    partition: Partition
-    targets: Sequence[CallTarget]
-    _started: list[StartedCall] = field(default_factory=list, init=False)
+    def __init__(self, partition: Partition, targets: Sequence[CallTarget]) -> None:
+        self._partition, self._targets = partition, targets
+        self._started: list[StartedCall] = []
 
     def start(self, verb: str, mark: VerbMark, args: Sequence[Any], kwargs: Mapping[str, Any]) -> list[WorkerCall]:
         """Start the verb on all targets."""
         self._started = [
-            target.call_split(verb, mark.phase, self.partition, kwargs, part)
-            for target, part in zip(self.targets, self._arguments(mark, args), strict=True)
+            target.call_split(verb, mark.phase, self._partition, kwargs, part)
+            for target, part in zip(self._targets, self._arguments(mark, args), strict=True)
         ]
         return [one.call for one in self._started]
 
@@ -39,18 +38,18 @@ class SplitCall:
         """Join the results of the owners, None without owners; the token values stay where they are."""
         by_share = {
             target.owned: attached(result.result, one.chunk)
-            for target, one, result in zip(self.targets, self._started, results, strict=True)
+            for target, one, result in zip(self._targets, self._started, results, strict=True)
             if target.owned
         }
         if not by_share:
             return None
         shares = sorted(by_share)  # the first result is that of DP rank 0
-        return self.partition.collect([by_share[share] for share in shares], shares)
+        return self._partition.collect([by_share[share] for share in shares], shares)
 
     def busy(self, results: Sequence[SplitResult]) -> list[float | None]:
         """Return the busy seconds of each rank, in order."""
         seconds: dict[int, float | None] = {}
-        for target, result in zip(self.targets, results, strict=True):
+        for target, result in zip(self._targets, results, strict=True):
             seconds |= zip(target.ranks, result.busy_s, strict=True)
         return [seconds[rank] for rank in sorted(seconds)]
 
@@ -59,17 +58,17 @@ class SplitCall:
 
         Targets with the same rows read one copy; the rows of one target travel with the call.
         """
-        receivers = Counter(target.share for target in self.targets)
+        receivers = Counter(target.share for target in self._targets)
         shares = list(receivers)
         by_share: list[dict[tuple[int, ...], Any]] = []
         for arg in args:
             if isinstance(arg, DataProto):
-                payloads = payloads_of(self.partition.split(mark.read(arg), StoredChunk.write, shares))
+                payloads = payloads_of(self._partition.split(mark.read(arg), StoredChunk.write, shares))
                 pairs = zip(shares, payloads, strict=True)
                 by_share.append({share: ray.put(part) if receivers[share] > 1 else part for share, part in pairs})
             else:
                 by_share.append(dict.fromkeys(shares, arg))
-        return [[column[target.share] for column in by_share] for target in self.targets]
+        return [[column[target.share] for column in by_share] for target in self._targets]
 
 
 class RowFunctionCall:

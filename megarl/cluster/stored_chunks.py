@@ -19,6 +19,7 @@ from megarl.base.errors import WorkerError
 from megarl.data import DataProto
 from megarl.data.ragged import Chunk, ChunkReference, ChunkTuple
 from megarl.data.remote_columns import attach_chunks, detach_chunks, fetch_values, separate
+from megarl.sharding.placement import Routes
 
 RUN_GAIN = 8
 """A column is stored as runs of equal values if that takes this factor less memory."""
@@ -124,6 +125,11 @@ def payloads_of(parts: Sequence[DataProto]) -> list[Payload]:
         return lists[id(chunks)]
 
     return [Payload(batch, [list_of(chunks) for chunks in tuples]) for batch, tuples in detached]
+
+
+def stored_once(args: Sequence[Any]) -> list[Any]:
+    """Store large arguments, so that all processes of a node read the same copy."""
+    return [ray.put(arg) if isinstance(arg, DataProto | Routes) else arg for arg in args]
 
 
 def receive(args: Sequence[Any]) -> list[Any]:

@@ -21,14 +21,13 @@ from megarl.cluster.calls import (
     all_ended,
     for_rank,
     gather_results,
-    stored_once,
 )
 from megarl.cluster.node_caller import CallTargets
 from megarl.cluster.partition import Partition, partition_groups, partition_rows
 from megarl.cluster.rank_starter import RankStarter, StartingRank
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.split_calls import RowFunctionCall, SplitCall
-from megarl.cluster.stored_chunks import StoredChunk
+from megarl.cluster.stored_chunks import StoredChunk, stored_once
 from megarl.cluster.worker_process import SplitResult, WorkerInfo
 from megarl.data import DataProto
 from megarl.data.remote_columns import RowFunction, RowMap, write_values
@@ -42,7 +41,8 @@ class WorkerGroup:
 
     The constructor returns at once, so that several groups start concurrently; the first call, or :func:`wait_ready`,
     waits for the start. Call a verb of the worker class as a method of the group; it blocks. :meth:`submit` does not
-    block. After a failure the group refuses further calls. A verb must not have the name of a public
+    block. A large group is called by node (:mod:`megarl.cluster.node_caller`). After a failure the group refuses
+    further calls. A verb must not have the name of a public
     member. The classes of :mod:`megarl.cluster.role_groups` declare the verbs of each role for type checkers. Methods
     that start a verb raise the errors of :meth:`submit`.
 

@@ -203,7 +203,7 @@ class WorkerProcess:
         return SplitResult(kept, [max(0, busy) / 1e9 if self._tracing.active else None]), chunk
 
     @ray.method(num_returns=2)
-    def map_rows(self, function: RowFunction, rows: Payload | DataProto, *args: Any) -> tuple[MappedRows, Chunk | None]:
+    def map_rows(self, function: RowFunction, payload: Payload, *args: Any) -> tuple[MappedRows, Chunk | None]:
         """Run a row function on rows of a batch, in the worker's process.
 
         Returns:
@@ -212,7 +212,7 @@ class WorkerProcess:
         from megarl.cluster.stored_chunks import receive, separated
 
         with self._reporting_errors(function.__name__):
-            [batch] = receive([rows])
+            [batch] = receive([payload])
             columns, facts = function(batch, *args)
             kept, chunk = separated(columns)
         return MappedRows(kept, [facts]), chunk

@@ -6,14 +6,26 @@ import traceback
 from datetime import timedelta
 from pathlib import Path
 
+import numpy as np
 import torch
 import torch.distributed as dist
 
 import megarl
 from megarl.cluster import fork_server
 from megarl.data import DataProto, sequence_lengths
+from megarl.data.column_store import ragged_columns
 from megarl.tracing import TRACER
 from megarl.workers.dispatch import Dispatch, verb
+
+
+def samples(lengths, seed=0):
+    """Rows with three prompt tokens, and response tokens as many as ``lengths`` says."""
+    random = np.random.default_rng(seed)
+    rows = {
+        "prompts": [random.integers(1, 100, 3) for _ in lengths],
+        "responses": [random.integers(1, 100_000, length) for length in lengths],
+    }
+    return DataProto(ragged_columns(rows, {}), {"uid": np.array([*map(str, range(len(lengths)))], dtype=object)})
 
 
 def squares_of_rows(batch, factor):

@@ -1,7 +1,6 @@
 import os
 import signal
 
-import numpy as np
 import pytest
 import ray
 import torch
@@ -15,9 +14,9 @@ from megarl.cluster.resources import ResourcePool
 from megarl.cluster.session import RaySession
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.data import DataProto
-from megarl.data.column_store import ragged_columns
 from megarl.models import ParallelLayout
 from tests.cluster import plain_workers
+from tests.cluster.plain_workers import samples
 
 LAYOUT = ParallelLayout(tp=2, pp=2, dp=3)
 OWNERS = [6, 8, 10]
@@ -41,15 +40,6 @@ def group(pool):
     wait_ready([group])
     yield group
     group.shutdown()
-
-
-def samples(lengths, seed=0):
-    random = np.random.default_rng(seed)
-    rows = {
-        "prompts": [random.integers(1, 100, 3) for _ in lengths],
-        "responses": [random.integers(1, 1000, length) for length in lengths],
-    }
-    return DataProto(ragged_columns(rows, {}), {"uid": np.array([*map(str, range(len(lengths)))], dtype=object)})
 
 
 def test_a_large_group_has_a_caller_on_each_node(pool, group):
@@ -119,7 +109,7 @@ def test_calls_by_rank_and_by_node_keep_their_order(group):
     pending = []
     for number in range(6):
         batch = DataProto.from_dict({"tokens": torch.arange(3)}, {"uid": [f"{number} {row}" for row in range(3)]})
-        pending.append(group.submit("learn", batch.with_columns({}, {})))
+        pending.append(group.submit("learn", batch))
         pending.append(group.submit_on([0, 11], "last_chunk"))
     for number, (_, chunks) in enumerate(zip(pending[::2], pending[1::2], strict=True)):
         assert [rows[0].split()[0] for rows in chunks.result()] == [str(number)] * 2

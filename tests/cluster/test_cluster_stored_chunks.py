@@ -18,11 +18,11 @@ from megarl.cluster.session import RaySession
 from megarl.cluster.stored_chunks import RunValues, StoredChunk
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.data import DataProto
-from megarl.data.column_store import ragged_columns
 from megarl.data.columns import column_widths
 from megarl.data.ragged import RemoteValues, RowPlaces
 from megarl.models import ParallelLayout
 from tests.cluster import plain_workers
+from tests.cluster.plain_workers import samples
 
 
 @pytest.fixture(scope="module")
@@ -51,15 +51,6 @@ def writes(monkeypatch):
 
     monkeypatch.setattr(StoredChunk, "write", counting)
     return sizes
-
-
-def samples(lengths, seed=0):
-    random = np.random.default_rng(seed)
-    rows = {
-        "prompts": [random.integers(1, 100, 3) for _ in lengths],
-        "responses": [random.integers(1, 100_000, length) for length in lengths],
-    }
-    return DataProto(ragged_columns(rows, {}), {"uid": np.array([*map(str, range(len(lengths)))], dtype=object)})
 
 
 def sums_of(batch):
