@@ -49,7 +49,7 @@ def read_end_tokens(folder: str | Path, tokenizer: int | None = None) -> EndToke
     """
     file = Path(folder) / GENERATION_FILE
     return EndTokens(
-        eos_in(read_model_config(folder).raw),
+        eos_in(read_model_config(folder).settings),
         eos_in(read_json_object(file, ModelError), str(file)) if file.is_file() else (),
         () if tokenizer is None else (tokenizer,),
     )
@@ -83,6 +83,6 @@ def generation_config_with(folder: Path, trained: int) -> dict[str, str]:
     if file.is_file():
         settings = read_json_object(file, ModelError)
     else:
-        raw = read_model_config(folder).raw
+        raw = read_model_config(folder).settings
         settings = {name: raw[name] for name in _FROM_CONFIG if raw.get(name) is not None}
     return {GENERATION_FILE: json.dumps({**settings, _KEY: [trained, *names]}, indent=2) + "\n"}

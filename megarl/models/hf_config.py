@@ -9,7 +9,14 @@ from typing import Any
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.json_text import read_json_object
 from megarl.models.layout import ParallelLayout, check_pipeline
-from megarl.models.model_config import Experts, ModelConfig, SlidingWindow, Traits
+from megarl.models.model_config import (
+    LANGUAGE_MODELS,
+    Experts,
+    ModelConfig,
+    SlidingWindow,
+    Traits,
+    decoder_settings,
+)
 from megarl.models.registry import (
     Family,
     count,
@@ -65,11 +72,12 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
             f"LlamaForCausalLM; families with a weight map: {', '.join(known_families())}",
             code="model.no-architecture",
         )
-    causal = architectures[0].removesuffix("Model").removesuffix("Text") + "ForCausalLM"
-    is_bare = may_be_bare and architectures[0].endswith("Model") and causal in known_architectures()
+    base = architectures[0].removesuffix("Model").removesuffix("Text")
+    causal = next((base + kind for kind in LANGUAGE_MODELS if base + kind in known_architectures()), "")
+    is_bare = may_be_bare and architectures[0].endswith("Model") and causal
     architecture = causal if is_bare else architectures[0]
     refuse_other_kinds(architecture, raw)
-    family = family_of(architecture)
+    family, whole, raw = family_of(architecture), raw, decoder_settings(raw)
     traits = family.traits(under_all_names(raw))
     _check_combination(traits)
     quantized = _quantization(raw, family)
@@ -98,7 +106,7 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         vocab_size=count(raw, "vocab_size"),
         max_position_embeddings=count(raw, "max_position_embeddings"),
         rope_scaling=scaling,
-        raw={name: value for name, value in raw.items() if name != QUANTIZATION},
+        raw={name: value for name, value in whole.items() if name != QUANTIZATION},
         quantized=quantized,
     )
     _check_rotary_width(config)
@@ -321,6 +329,10 @@ def _rope(raw: Mapping[str, Any], traits: Traits) -> tuple[float, dict[str, Any]
     parameters.pop("rope_theta", None)
     kind = parameters.pop("rope_type", None) or parameters.pop("type", None) or "default"
     parameters.pop("type", None)
+    if traits.vision is not None:  # the family reads the sections
+        kind = "default" if kind == "mrope" else kind
+        parameters.pop("mrope_section", None)
+        parameters.pop("mrope_interleaved", None)
     effective = {**parameters, "rope_type": kind, "rope_theta": theta, "partial_rotary_factor": traits.rotary_factor}
     _check_sections(raw, effective, by_kind)
     if not isinstance(kind, str) or kind not in ROPE_TYPES:

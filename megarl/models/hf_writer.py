@@ -58,7 +58,7 @@ NO_FILES: Mapping[str, str] = {}
 _NARROW = {"BF16": torch.bfloat16, "F16": torch.float16}
 """Dtypes, by their safetensors names, in which a checkpoint may store weights that the model keeps in float32."""
 
-_CAUSAL, _BARE = "ForCausalLM", "Model"
+_BARE = "Model"
 
 
 def copy_companions(source: Path, target: Path) -> None:
@@ -112,7 +112,7 @@ def exported_config(config: ModelConfig, tensors: Collection[str], dtype: torch.
     if SCORE not in tensors:
         complete = config.tie_word_embeddings or HEAD in tensors
         bare = config.architecture_with(_BARE)
-        raw["architectures"] = [config.base_architecture + _CAUSAL if complete else bare]
+        raw["architectures"] = [config.language_architecture if complete else bare]
     elif HEAD not in tensors:
         if not config.is_value_model:
             names = [config.architecture_with(kind) for kind in reversed(VALUE_MODELS)]

@@ -2,11 +2,16 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
 VALUE_MODELS = ("ForSequenceClassification", "ForTokenClassification")
 """Suffixes of the architecture names of models with a scalar head; the second kind has a bias on it."""
+LANGUAGE_MODELS = ("ForCausalLM", "ForConditionalGeneration")
+"""Suffixes of the architecture names of language models; the second kind sees images."""
+TEXT_SECTION = "text_config"
+"""Section of ``config.json`` with the fields of the decoder in a model that sees images."""
 
 
 @dataclass(frozen=True)
@@ -134,6 +139,28 @@ class LinearAttention:
 
 
 @dataclass(frozen=True)
+class Vision:
+    """Images in prompts: a vision tower turns each into features, which replace embeddings of its tokens.
+
+    Rotary embeddings have positions in time, height and width (:func:`megarl.base.image_tokens.multimodal_positions`),
+    and each pair of dimensions rotates by one of them.
+    """
+
+    image_token: int
+    """Token of the vocabulary that stands for an image in the chat template."""
+    tower: str
+    """transformers' class of the tower, after the name of its module, such as ``qwen2_5_vl``."""
+    prefix: str
+    """Start of the names of the tower's tensors in the checkpoint."""
+    sections: tuple[int, int, int]
+    """Number of pairs of dimensions that rotate by time, height and width."""
+    interleaved: bool = False
+    """The three kinds of pairs alternate as long as there are pairs of all, and do not follow one another."""
+    settings: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
+    """The section of ``config.json`` that describes the tower."""
+
+
+@dataclass(frozen=True)
 class Traits:
     """Properties of a family that its ``config.json`` declares beyond the common sizes."""
 
@@ -178,6 +205,8 @@ class Traits:
     """None for a dense model."""
     latent: Latent | None = None
     """None for plain multi-head attention."""
+    vision: Vision | None = None
+    """None for a model of text only."""
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -206,6 +235,11 @@ class ModelConfig(Traits):
     """Format of quantized weights in the folder, such as ``mxfp4``, which are read in bfloat16; empty without them."""
 
     @property
+    def settings(self) -> dict[str, Any]:
+        """The fields of ``config.json``, those of the decoder's section at the top level."""
+        return decoder_settings(self.raw)
+
+    @property
     def rotary_dim(self) -> int:
         """Dimensions of a head that rotary embeddings rotate."""
         return self.latent.rope_dim if self.latent is not None else int(self.head_dim * self.rotary_factor)
@@ -230,11 +264,16 @@ class ModelConfig(Traits):
     @property
     def base_architecture(self) -> str:
         """The architecture's name without its head, such as ``Qwen2``."""
-        for kind in ("ForCausalLM", *VALUE_MODELS):
+        for kind in (*LANGUAGE_MODELS, *VALUE_MODELS):
             if self.architecture.endswith(kind):
                 name = self.architecture.removesuffix(kind)
-                return name if kind == "ForCausalLM" else name.removesuffix(self.text_suffix)
+                return name if kind in LANGUAGE_MODELS else name.removesuffix(self.text_suffix)
         return self.architecture
+
+    @property
+    def language_architecture(self) -> str:
+        """The architecture's name as a language model, such as ``Qwen2ForCausalLM``."""
+        return self.base_architecture + LANGUAGE_MODELS[self.vision is not None]
 
     def architecture_with(self, head: str) -> str:
         """Return the name of the architecture with a scalar head, one of :data:`VALUE_MODELS`, or ``Model``."""
@@ -253,7 +292,7 @@ class ModelConfig(Traits):
     @property
     def pad_token_id(self) -> int | None:
         """The padding token of ``config.json``; None if it has none."""
-        token = self.raw.get("pad_token_id")
+        token = self.settings.get("pad_token_id")
         return token if type(token) is int and token >= 0 else None
 
     def as_reward_model(self, pad_token_id: int | None = None) -> ModelConfig:
@@ -272,3 +311,13 @@ class ModelConfig(Traits):
         if self.pad_token_id is None:
             raw["pad_token_id"] = pad_token_id
         return replace(self, architecture=architecture, raw=raw)
+
+
+def decoder_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
+    """Return the fields of ``config.json``, those of :data:`TEXT_SECTION` at the top level.
+
+    A field at the top level takes precedence if it describes the whole model: ``tie_word_embeddings``.
+    """
+    section = raw.get(TEXT_SECTION) or {}
+    tied = {name: raw[name] for name in ("architectures", "tie_word_embeddings") if name in raw}
+    return {**raw, **section, **tied}

@@ -26,7 +26,7 @@ def is_multi_token(config: ModelConfig, name: str) -> bool:
     """Return whether a Hugging Face tensor belongs to a multi-token prediction layer."""
     if name.startswith("mtp."):
         return True
-    first, count = config.num_layers, max(_count(config.raw, field) for field in _AFTER_LAST)
+    first, count = config.num_layers, max(_count(config.settings, field) for field in _AFTER_LAST)
     return any(name.startswith(f"model.layers.{layer}.") for layer in range(first, first + count))
 
 
@@ -94,7 +94,7 @@ def with_multi_token_layers(raw: Mapping[str, Any], config: ModelConfig, exporte
 
 def announced_layers(config: ModelConfig) -> str:
     """Return the field of ``config.json`` that announces multi-token prediction layers, with its value; or ''."""
-    fields = [f"{field}={count}" for field in (*_AFTER_LAST, _SEPARATE) if (count := _count(config.raw, field))]
+    fields = [f"{field}={count}" for field in (*_AFTER_LAST, _SEPARATE) if (count := _count(config.settings, field))]
     return ", ".join(fields)
 
 

@@ -338,6 +338,18 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
     return next(found, default)
 
 
+def position_sections(raw: Mapping[str, Any]) -> tuple[int, int, int]:
+    """Read ``mrope_section``, the pairs of dimensions that rotate by time, height and width.
+
+    Raises:
+        ModelError: it is missing, or not three positive numbers.
+    """
+    section = entries(rope_section(raw), "mrope_section", int)
+    if len(section) != 3 or min(section) < 1:
+        raise _wrong(_CONFIG, "mrope_section", section or None, "three positive numbers")
+    return section[0], section[1], section[2]
+
+
 def refuse_sliding_window(raw: Mapping[str, Any], default: int | None = None) -> None:
     """Reject a sliding window, by default ``default``, below the longest sequence (``max_position_embeddings``).
 

@@ -41,6 +41,21 @@ def inverse_frequencies(config: ModelConfig) -> Tensor:
             return _yarn(wavelengths, config.rope_theta, scaling)
 
 
+def position_rows(config: ModelConfig) -> Tensor | None:
+    """Return which position rotates each pair of dimensions, ``[rotated dimensions / 2]`` int64.
+
+    0 is time, 1 height, 2 width (:func:`megarl.base.image_tokens.multimodal_positions`). None for models of text only.
+    """
+    if config.vision is None:
+        return None
+    time, height, width = config.vision.sections
+    if not config.vision.interleaved:
+        return torch.tensor([0] * time + [1] * height + [2] * width)
+    rows = torch.zeros(time + height + width, dtype=torch.int64)
+    rows[1 : 3 * height : 3], rows[2 : 3 * width : 3] = 1, 2
+    return rows
+
+
 def window_frequencies(config: ModelConfig) -> Tensor | None:
     """Compute the frequencies of layers with sliding-window attention, without scaling; None = those of all layers.
 

@@ -17,13 +17,14 @@ continuously in a thread.
 from __future__ import annotations
 
 import abc
-from collections.abc import Iterable, Sequence, Sized
+from collections.abc import Iterable, Mapping, Sequence, Sized
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 import numpy as np
 
 from megarl.base.errors import ConfigError, MegarlError, ModelError, WeightSyncError, WorkerLost
+from megarl.base.image_tokens import Image
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data.tokenizers import end_token_of
 from megarl.models import read_model_config
@@ -143,6 +144,7 @@ class Request:
             its tokens: limits, stop rules, penalties and random numbers are those of the whole response, which is the
             new completion.
         routes_from: return the experts of the tokens from this position of the prompt on (routing replay); None = none.
+        images: the images whose tokens the prompt has (:mod:`megarl.base.image_tokens`), in any order.
     """
 
     request_id: str
@@ -151,6 +153,7 @@ class Request:
     seed: int
     prior: Completion | None = None
     routes_from: int | None = None
+    images: Sequence[Image] = ()
 
     @property
     def prior_ids(self) -> Sequence[int]:
@@ -235,6 +238,7 @@ class EngineOptions:
         max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
         return_routes: requests may have :attr:`Request.routes_from`; the engine then records experts.
+        image_options: settings of the image processor, see :class:`megarl.base.image_files.ImageProcessor`.
         quantization: ``fp8`` = the engine holds linear layers in blockwise FP8; None = all weights are in ``dtype``.
     """
 
@@ -246,6 +250,7 @@ class EngineOptions:
     eos_token_ids: tuple[int, ...] | None = None
     return_routes: bool = False
     quantization: str | None = None
+    image_options: Mapping[str, Any] = field(default_factory=dict)
 
     def end_tokens(self, folder: str) -> tuple[int, ...]:
         """Return the tokens that end every sequence of the model in a folder; ModelError for a malformed file."""

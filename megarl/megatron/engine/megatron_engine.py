@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from contextlib import AbstractContextManager
 from dataclasses import replace
 from functools import partial
@@ -16,6 +16,7 @@ from megatron.core import __version__ as megatron_version
 from torch import Tensor
 
 from megarl.base.errors import ConfigError
+from megarl.base.image_tokens import Image
 from megarl.megatron.engine.faults import FaultWatch, OutOfMemoryVote, SkipReport, skip_report
 from megarl.megatron.engine.model import build_model
 from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM, OffloadManager
@@ -45,6 +46,7 @@ from megarl.models.adapters import AdapterMap
 from megarl.models.hf_folder import ModelIdentity, identify_model
 from megarl.models.hf_writer import NO_FILES, HFWriter
 from megarl.models.peft_folder import AdapterFolder
+from megarl.models.vision_tower import ImageFeatures
 from megarl.tracing import span
 
 TrainedCopy = HostCopy | dict[str, Tensor]
@@ -137,6 +139,17 @@ class MegatronEngine:
         with cuda_on_cpu.active():
             self.weights.load_hf(path)
             self.weights_changed()
+
+    def set_images(self, features: ImageFeatures) -> None:
+        """Take the features of images from here; a no-op on stages that embed no tokens."""
+        if self.runtime.coordinate.pp == 0:
+            self._runner.images = features
+
+    def add_images(self, images: Iterable[Image]) -> None:
+        """Compute features of images, before a pass over rows that have them; a no-op on other stages."""
+        if self._runner.images is not None:
+            with span("image features", "compute"):
+                self._runner.images.add(images)
 
     def load_adapters(self, path: str | Path) -> None:
         """Load this rank's shard of adapters in peft's format.

@@ -48,7 +48,7 @@ from megarl.megatron.runtime.process_groups import Runtime
 from megarl.megatron.runtime.versions import submodules_of
 from megarl.models import ModelConfig, WeightMap
 from megarl.models.delta_rule import ChunkPlan
-from megarl.models.rope import attention_factor, inverse_frequencies, window_frequencies
+from megarl.models.rope import attention_factor, inverse_frequencies, position_rows, window_frequencies
 
 _LONGEST_MULTIPLE = 128
 """The longest sequence is rounded up to it: kernels and rotary tables are then chosen for few different lengths."""
@@ -72,9 +72,7 @@ class PackedModel(GPTModel):
         """
         embedded = None
         if self.pre_process:
-            embedded = self.embedding(input_ids=part.tokens[None], position_ids=None)
-            if self.embedding_scale != 1.0:
-                embedded = embedded * self.embedding_scale
+            embedded = self._embed(part)
         rotary = None
         if sequences.rotation is None:
             rotary = self.rotary_pos_emb(sequences.max_seqlen_q, packed_seq=True)
@@ -82,6 +80,17 @@ class PackedModel(GPTModel):
             hidden_states=embedded, attention_mask=None, rotary_pos_emb=rotary, packed_seq_params=sequences
         )
         return self._output(hidden, part.read_at, hidden_only) if self.post_process else hidden
+
+    def _embed(self, part: MicroBatchPart) -> Tensor:
+        """Embeddings of the tokens that this rank holds, and features of its tokens of images."""
+        tokens = part.tokens if part.image_rows is None else part.tokens.clamp(min=0)
+        embedded: Tensor = self.embedding(input_ids=tokens[None], position_ids=None)
+        if self.embedding_scale != 1.0:
+            embedded = embedded * self.embedding_scale
+        if part.image_rows is None:
+            return embedded
+        at, features = part.image_rows
+        return embedded.index_copy(0, at, features[:, None].to(embedded.dtype))
 
     def output_weight(self) -> Tensor | None:
         """Copy this rank's part of the output layer, ``[padded vocabulary / tp, hidden]``; None without one."""
@@ -118,6 +127,7 @@ class StageModel:
         rotation_factor: factor on the dimensions rotated by ``frequencies``.
         window_frequencies: of layers with sliding-window attention, on the device; None = the same.
         conv_width: convolution width of gated delta net layers; 0 without such layers.
+        position_rows: position that rotates each pair of dimensions, on the device; None for models of text only.
     """
 
     chunks: tuple[PackedModel, ...]
@@ -125,6 +135,7 @@ class StageModel:
     rotation_factor: float = 1.0
     window_frequencies: Tensor | None = None
     conv_width: int = 0
+    position_rows: Tensor | None = None
 
     def sequences(self, part: MicroBatchPart) -> PackedSequences:
         """Return sequence boundaries and rotations of ``part``, computed once for all layers.
@@ -148,7 +159,7 @@ class StageModel:
             # Megatron rotates sequence by sequence, which requires whole sequences.
             rotation=None
             if self.chunks[0].position_embedding_type == "rope" and part.shared is None
-            else rotation_table(part.positions, self.frequencies, self.rotation_factor),
+            else rotation_table(part.positions, self.frequencies, self.rotation_factor, self.position_rows),
             window_rotation=None
             if self.window_frequencies is None
             else rotation_table(part.positions, self.window_frequencies),
@@ -174,12 +185,14 @@ def build_model(model: ModelConfig, runtime: Runtime, options: MegatronOptions) 
     by_window = window_frequencies(model)
     width = 0 if model.linear is None else model.linear.conv_width
     in_window = None if by_window is None else by_window.to(runtime.device)
-    return StageModel(chunks, frequencies, attention_factor(model), in_window, width)
+    rows = position_rows(model)
+    rows = None if rows is None else rows.to(runtime.device)
+    return StageModel(chunks, frequencies, attention_factor(model), in_window, width, rows)
 
 
 def _megatron_rotates(model: ModelConfig, fused: bool) -> bool:
     """Whether Megatron rotates queries and keys, before Transformer Engine's attention; its kernel has no factor."""
-    plain = model.latent is None and model.window is None and not model.sinks
+    plain = model.latent is None and model.window is None and not model.sinks and model.vision is None
     return fused and plain and attention_factor(model) == 1.0
 
 

@@ -9,6 +9,7 @@ import itertools
 from collections import deque
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, contextmanager, nullcontext
+from dataclasses import replace
 from functools import partial
 from typing import Any, NamedTuple
 
@@ -38,6 +39,7 @@ from megarl.megatron.layers.routing import INFERENCE, RoutedTokens, Routing, Rou
 from megarl.megatron.layers.torch_layers import PackedSequences
 from megarl.megatron.runtime import cuda_on_cpu
 from megarl.megatron.runtime.process_groups import Runtime
+from megarl.models.vision_tower import ImageFeatures
 from megarl.tracing import TRACER, span
 
 _SPAN_NAMES = {
@@ -92,6 +94,7 @@ class ScheduleRunner:
 
     Attributes:
         gather_is_pending: the weights of the last step are gathered by the next forward, or by :meth:`gather_weights`.
+        images: features of images, on the first stage of a model that sees them.
     """
 
     def __init__(
@@ -107,6 +110,7 @@ class ScheduleRunner:
         self._stage, self._chunks, self._runtime, self._vote = stage, list(chunks), runtime, vote
         self._routing, self._offload, self._overlap = routing, offload, overlap
         self.gather_is_pending = False
+        self.images: ImageFeatures | None = None
         self._config = stage.chunks[0].config
         # Sequence parallelism divides every rank's tokens.
         self._multiple = runtime.layout.tp if self._config.sequence_parallel else 1
@@ -241,7 +245,12 @@ class ScheduleRunner:
     def _load(self, micro_batch: PackedMicroBatch, *, has_outputs: bool) -> LoadedMicroBatch:
         """This rank's part of a micro-batch on the device, and all of it for a chunk that has outputs."""
         cp, device = self._runtime.layout.cp, self._runtime.device
-        part = context_parallel_part(micro_batch, cp, self._runtime.coordinate.cp, self._multiple).to(device)
+        part = context_parallel_part(micro_batch, cp, self._runtime.coordinate.cp, self._multiple)
+        if self.images is not None:
+            # Sequence parallelism scatters the embeddings over the tensor-parallel ranks.
+            rank = self._runtime.coordinate.tp if self._multiple > 1 else 0
+            part = replace(part, image_rows=self.images.rows(part.tokens.chunk(self._multiple)[rank]))
+        part = part.to(device)
         whole = micro_batch.to(device) if has_outputs else None
         routed = None if self._routing is None else self._routing.load(micro_batch)
         return LoadedMicroBatch(part, self._stage.sequences(part), whole, routed)

@@ -19,12 +19,14 @@ from dataclasses import dataclass, replace
 from itertools import accumulate, groupby
 from typing import Any
 
+import numpy as np
 import torch
 import torch.distributed as dist
 from megatron.core.tensor_parallel.mappings import gather_from_sequence_parallel_region
 from torch import Tensor
 
 from megarl.base.errors import DataError
+from megarl.base.image_tokens import multimodal_positions
 from megarl.megatron.layers.kernels import (
     fits_packed_attention,
     flash_prefix_attention,
@@ -149,7 +151,8 @@ class MicroBatchPart:
 
     Attributes:
         tokens: ``[tokens of this rank]`` int64, padding included.
-        positions: ``[tokens of this rank]`` int64, position of each in its whole sequence.
+        positions: ``[tokens of this rank]`` int64, position of each in its whole sequence; ``[3, tokens]`` in time,
+            height and width if there are tokens of images.
         lengths: tokens of each whole sequence, padding included, in stored order; ranks have equal shares of each.
         ends: ``[sequences + 1]`` int32, cumulative sums of the lengths, from 0.
         read_at: ``[n]`` int64, index in ``tokens`` of each output to read. A response token belongs to the rank that
@@ -160,6 +163,8 @@ class MicroBatchPart:
         sources: ``[response tokens]`` int64, index of each of the micro-batch's response tokens in all ranks' outputs,
             each rank's padded to ``widest``.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
+        image_rows: indices ``[n]`` int64 of tokens of images, among those that this tensor-parallel rank embeds, and
+            their features ``[n, hidden]``; None without them, and on later pipeline stages.
     """
 
     tokens: Tensor
@@ -172,10 +177,14 @@ class MicroBatchPart:
     widest: int
     sources: Tensor
     shared: SharedPrompts | None = None
+    image_rows: tuple[Tensor, Tensor] | None = None
 
     def to(self, device: torch.device) -> MicroBatchPart:
         """Copy the tensors to ``device``."""
         moved: dict[str, Any] = {name: copy_to(t, device) for name, t in vars(self).items() if isinstance(t, Tensor)}
+        if self.image_rows is not None:
+            at, features = self.image_rows
+            moved["image_rows"] = copy_to(at, device), copy_to(features, device)
         return replace(self, **moved, shared=None if self.shared is None else self.shared.to(device))
 
     def runs(self) -> tuple[tuple[int, int], ...]:
@@ -219,7 +228,7 @@ def context_parallel_part(
     sources[owners.argsort(stable=True)] = ranges([each * widest for each in range(ranks)], counts.tolist())
     return MicroBatchPart(
         tokens=tokens[held[rank]],
-        positions=ranges([0] * len(lengths), lengths)[held[rank]],
+        positions=_positions(tokens, lengths)[..., held[rank]],
         lengths=lengths,
         ends=_ends(lengths),
         read_at=slots[local_indices] % share,
@@ -228,6 +237,16 @@ def context_parallel_part(
         widest=widest,
         sources=sources,
     )
+
+
+def _positions(tokens: Tensor, lengths: Sequence[int]) -> Tensor:
+    """Positions of whole sequences, laid end to end; ``[3, tokens]`` if there are tokens of images."""
+    if tokens.min() >= 0:
+        return ranges([0] * len(lengths), lengths)
+    sequences = tokens.numpy()
+    ends = [*accumulate(lengths)]
+    parts = [multimodal_positions(sequences[end - length : end]) for end, length in zip(ends, lengths, strict=True)]
+    return torch.from_numpy(np.concatenate(parts, axis=1))
 
 
 def _ends(lengths: Sequence[int]) -> Tensor:
@@ -246,12 +265,13 @@ def _with_shared_prompts(micro_batch: PackedMicroBatch, shared: SharedPrompts, m
     stored, whole = micro_batch.num_tokens, len(shared.spread)
     missing = -stored % multiple
     lengths = (*micro_batch.lengths, missing) if missing else micro_batch.lengths
-    positions = ranges([0] * len(lengths), lengths)
+    padding = torch.zeros(missing, dtype=torch.int64)
+    positions = _positions(torch.cat([micro_batch.tokens[shared.spread], padding]), lengths)
     kept = torch.cat([shared.kept, torch.arange(whole, whole + missing)])
     count = len(micro_batch.targets)
     return MicroBatchPart(
-        tokens=torch.cat([micro_batch.tokens, torch.zeros(missing, dtype=torch.int64)]),
-        positions=positions[kept],
+        tokens=torch.cat([micro_batch.tokens, padding]),
+        positions=positions[..., kept],
         lengths=lengths,
         ends=_ends(lengths),
         read_at=micro_batch.read_at,

@@ -60,7 +60,8 @@ class PackedMicroBatch:
     computes each such run in one call). ``response_lengths``, outputs and ``columns`` are in row order.
 
     Attributes:
-        tokens: ``[tokens]`` int64, prompts and responses; a shared prompt once.
+        tokens: ``[tokens]`` int64, prompts and responses; a shared prompt once. Tokens of images are negative
+            (:mod:`megarl.base.image_tokens`).
         lengths: tokens of each whole sequence, in stored order.
         read_at: ``[response tokens]`` int64, index in ``tokens`` of each response token's output: of the token before
             it, which predicts it, or of the token itself. For rows with one output ``[rows]``, of the last tokens.

@@ -350,17 +350,21 @@ def _summed(values: Tensor, group: dist.ProcessGroup) -> Tensor:
     return values
 
 
-def rotation_table(positions: Tensor, frequencies: Tensor, factor: float = 1.0) -> tuple[Tensor, Tensor]:
+def rotation_table(
+    positions: Tensor, frequencies: Tensor, factor: float = 1.0, position_rows: Tensor | None = None
+) -> tuple[Tensor, Tensor]:
     """Compute cosine and sine ``[tokens, 1, rotary_dim / 2]`` float32 of each token's rotations.
 
     Rotary position embedding (Su et al., RoFormer, https://arxiv.org/abs/2104.09864), halves rotated as in Llama.
 
     Args:
-        positions: ``[tokens]``, of each token in its sequence.
+        positions: ``[tokens]``, of each token in its sequence; or ``[3, tokens]`` in time, height and width.
         frequencies: ``[rotary_dim / 2]`` float32, radians per position.
         factor: on both, see :func:`megarl.models.rope.attention_factor`.
+        position_rows: row of ``positions [3, tokens]`` for each pair (:func:`megarl.models.rope.position_rows`).
     """
-    angles = (positions.to(torch.float32)[:, None] * frequencies)[:, None, :]
+    by_pair = positions[:, None] if positions.dim() == 1 else positions[position_rows].t()
+    angles = (by_pair.to(torch.float32) * frequencies)[:, None, :]
     cosine, sine = angles.cos(), angles.sin()
     return (cosine, sine) if factor == 1.0 else (cosine * factor, sine * factor)
 

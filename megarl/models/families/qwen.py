@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense and with experts; Qwen3-Next and the text models of Qwen3.5, with gated delta nets."""
+"""Qwen2 and Qwen3, dense and with experts, and Qwen2.5-VL; Qwen3-Next and the text models of Qwen3.5."""
 
 from __future__ import annotations
 
@@ -7,12 +7,14 @@ from typing import Any
 
 from megarl.base.errors import ModelError
 from megarl.models import declaration as d
-from megarl.models.model_config import Experts, LinearAttention, Traits
+from megarl.models.model_config import Experts, LinearAttention, Traits, Vision
 from megarl.models.registry import (
     count,
     entries,
     flag,
+    json_object,
     linear_layers,
+    position_sections,
     refuse_settings,
     register_family,
     require_fields,
@@ -60,6 +62,32 @@ class Qwen3:
         """Norms on q and k always."""
         refuse_settings(raw, hidden_act="silu", use_sliding_window=False, attention_bias=False)
         return Traits(qk_norm=True)
+
+
+@register_family(
+    "Qwen2_5_VLForConditionalGeneration", "Qwen2_5_VLForSequenceClassification", "Qwen2_5_VLForTokenClassification"
+)
+class Qwen25VL:
+    """Qwen2.5-VL: the decoder of Qwen2 with images.
+
+    transformers has no classes with a scalar head; megarl writes critics and reward models under the usual names, and
+    reads them.
+    """
+
+    name = "qwen2_5_vl"
+    layer = _QWEN2
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Biases on q, k, v always; contiguous sections of positions."""
+        refuse_settings(raw, hidden_act="silu", use_sliding_window=False)
+        vision = Vision(
+            image_token=count(raw, "image_token_id", 151655, least=0),
+            tower="qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
+            prefix="visual.",
+            sections=position_sections(raw),
+            settings=dict(json_object(raw, "vision_config")),
+        )
+        return Traits(qkv_bias=True, rope_theta=1000000.0, rms_norm_eps=1e-5, vision=vision)
 
 
 @register_family("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeForTokenClassification")

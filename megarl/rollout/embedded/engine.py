@@ -180,7 +180,7 @@ class EmbeddedEngine(RolloutEngine):
         self._device = torch.device(options.device)
         self._prompt_tokens = PROMPT_TOKENS[self._device.type]
         eos = options.eos_token_ids
-        self._eos = frozenset(eos_in(config.raw) if eos is None else eos)
+        self._eos = frozenset(eos_in(config.settings) if eos is None else eos)
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         weight_map = WeightMap(config)
         params = weight_map.rollout_params(1, 0)

@@ -1,0 +1,144 @@
+"""Encoded images: bounded decoding, and transformers' image processor of a model.
+
+The processor's grid of patches decides the number of an image's tokens. It is computed where prompts are encoded, and
+again, from the same file, where features are computed; both must agree.
+"""
+
+from __future__ import annotations
+
+import io
+import warnings
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+import numpy as np
+
+from megarl.base.errors import DataError
+from megarl.base.image_tokens import LARGEST_SIDE, Image
+
+if TYPE_CHECKING:
+    import PIL.Image
+
+MAX_BYTES = 32 << 20
+"""Largest encoded image, in bytes."""
+MAX_PIXELS = 64 << 20
+"""Most pixels of an image before it is resized."""
+FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
+"""Formats that are read; the decoders of others are not needed, and increase what a hostile file can attack."""
+_MODES = ("RGB", "RGBA", "L", "LA", "P", "1")
+
+
+def decode_image(data: bytes, location: str) -> PIL.Image.Image:
+    """Decode an image to RGB, after its header has passed the limits; transparency becomes white.
+
+    Args:
+        location: row and column of the image, for errors.
+
+    Raises:
+        DataError: the file is damaged, too large, animated, or of another format or color mode.
+    """
+    from PIL import Image as pil
+
+    if len(data) > MAX_BYTES:
+        text = f"{location}: the image has {len(data)} bytes, at most {MAX_BYTES} are read"
+        raise DataError(text, code="image.too-many-bytes")
+    try:
+        with warnings.catch_warnings():
+            warnings.simplefilter("ignore")  # of PIL's own limit, which is higher
+            image = pil.open(io.BytesIO(data), formats=FORMATS)
+    except Exception as error:  # a decoder may raise any error for a damaged file
+        text = f"{location}: no image in the formats {', '.join(FORMATS)} ({type(error).__name__}: {error!s:.120})"
+        raise DataError(text, code="image.unknown-format") from error
+    width, height = image.size
+    if width * height > MAX_PIXELS:
+        text = f"{location}: the image has {width} x {height} pixels, at most {MAX_PIXELS} are read; resize it"
+        raise DataError(text, code="image.too-many-pixels")
+    if getattr(image, "n_frames", 1) > 1:
+        text = f"{location}: the image has {getattr(image, 'n_frames')} frames, expected a single picture"  # noqa: B009
+        raise DataError(text, code="image.animated")
+    if image.mode not in _MODES:
+        text = f"{location}: the image has the color mode {image.mode!r}, expected one of {', '.join(_MODES)}"
+        raise DataError(text, code="image.color-mode")
+    try:
+        image.load()
+    except Exception as error:
+        text = f"{location}: the image is truncated or damaged ({error!s:.120})"
+        raise DataError(text, code="image.damaged") from error
+    if image.mode in ("RGBA", "LA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = pil.new("RGBA", image.size, "white")
+        image = pil.alpha_composite(ground, image)
+    return image.convert("RGB")
+
+
+@dataclass(frozen=True)
+class ImageProcessor:
+    """The image processor of a model folder, in its variant without torchvision on every machine.
+
+    Attributes:
+        folder: model folder with ``preprocessor_config.json``.
+        options: settings that replace those of the folder, such as ``max_pixels``.
+    """
+
+    folder: str
+    options: Mapping[str, Any] = field(default_factory=dict)
+
+    def read(self, data: bytes, location: str) -> Image:
+        """Decode an image completely, and find its grid of tokens; errors as in :func:`decode_image`.
+
+        Raises:
+            DataError: the processor refuses the picture, for its aspect ratio for example, or it has too many tokens.
+        """
+        _, rows, columns = self._process(data, location)
+        return Image(data, rows, columns)
+
+    def patches(self, image: Image) -> np.ndarray:
+        """Compute the input of the vision tower, ``[patches, values]`` float32.
+
+        Raises:
+            DataError: the grid differs from the image's tokens.
+        """
+        location = f"image {image.key:x}"
+        values, rows, columns = self._process(image.data, location)
+        if (rows, columns) != (image.rows, image.columns):
+            raise DataError(
+                f"{location}: the image processor of {self.folder} makes {rows} x {columns} tokens, but the prompt has "
+                f"{image.rows} x {image.columns}; prompts and features need the same image processor",
+                code="image.token-count",
+            )
+        return values
+
+    @cached_property
+    def merge_size(self) -> int:
+        """Patches along each side of the square that becomes a token."""
+        return int(self._processor.merge_size)
+
+    def _process(self, data: bytes, location: str) -> tuple[np.ndarray, int, int]:
+        picture = decode_image(data, location)
+        try:
+            output = self._processor(images=[picture], return_tensors="np")
+        except ValueError as error:
+            text = f"{location}: the image processor refuses a picture of {picture.width} x {picture.height} pixels"
+            raise DataError(f"{text}: {error}", code="image.processor-refuses") from error
+        _, height, width = output["image_grid_thw"][0].tolist()
+        rows, columns = height // self.merge_size, width // self.merge_size
+        if max(rows, columns) > LARGEST_SIDE:
+            text = (
+                f"{location}: the image has {rows} x {columns} tokens, at most {LARGEST_SIDE} on a side; set max_pixels"
+            )
+            raise DataError(text, code="image.too-many-tokens")
+        return output["pixel_values"], rows, columns
+
+    @cached_property
+    def _processor(self) -> Any:
+        from transformers import AutoImageProcessor
+
+        if not (Path(self.folder) / "preprocessor_config.json").is_file():
+            text = f"{self.folder} has no preprocessor_config.json, which a model with images needs; copy it from the model"
+            raise DataError(text, code="image.no-processor")
+        return AutoImageProcessor.from_pretrained(
+            self.folder, backend="pil", local_files_only=True, trust_remote_code=False, **self.options
+        )

@@ -1,0 +1,134 @@
+"""Features of images from a frozen vision tower, transformers' own module.
+
+The weights of a frozen tower never change, so the features of an image are data: actor, reference and critic compute
+them once for all passes of a step.
+"""
+
+from __future__ import annotations
+
+import importlib
+from collections import OrderedDict
+from collections.abc import Iterable
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from megarl.base.errors import DataError, ModelError
+from megarl.base.image_files import ImageProcessor
+from megarl.base.image_tokens import Image, image_places
+from megarl.models.hf_checkpoint import HFReader
+from megarl.models.hf_folder import ModelFolder, tensor_entries
+from megarl.models.model_config import ModelConfig
+from megarl.models.partition import Piece
+
+HELD_BYTES = 2 << 30
+"""Features that stay in host memory, in bytes, if no current prompt has their image."""
+
+
+def load_tower(config: ModelConfig, folder: str | Path, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
+    """Load the vision tower of a model folder, frozen.
+
+    Raises:
+        ModelError: a tensor of the tower is missing or has another shape.
+    """
+    assert config.vision is not None, "a model of text only has no tower"
+    prefix = config.vision.prefix
+    kind = _tower_class(config.vision.tower)
+    tower: torch.nn.Module = kind(kind.config_class(**config.vision.settings))
+    entries = {name: entry for name, entry in tensor_entries(Path(folder)).items() if name.startswith(prefix)}
+    reader = HFReader(ModelFolder(Path(folder), config, entries))
+    for name, parameter in tower.named_parameters():
+        entry = entries.get(prefix + name)
+        if entry is None or entry.shape != tuple(parameter.shape):
+            found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
+            text = f"model folder {folder}: tensor '{prefix + name}' {found}, expected {list(parameter.shape)}"
+            raise ModelError(text, code="model.vision-tower")
+        zeros = (0,) * len(entry.shape)
+        # Buffers, such as rotary frequencies, stay in float32.
+        parameter.data = reader.read(Piece(prefix + name, zeros, entry.shape, zeros)).to(dtype)
+    return tower.to(device).requires_grad_(False).eval()
+
+
+def _tower_class(path: str) -> Any:
+    module, name = path.split(".")
+    return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
+
+
+class ImageFeatures:
+    """Features of images by key, computed when an image is first added, one image at a time.
+
+    So the features of an image never depend on others. They are in host memory.
+
+    Args:
+        folder: model folder with the tower's weights and the image processor.
+        dtype: of the features.
+        options: settings of the image processor, as :class:`~megarl.base.image_files.ImageProcessor` has them.
+    """
+
+    def __init__(
+        self,
+        config: ModelConfig,
+        folder: str | Path,
+        device: torch.device,
+        dtype: torch.dtype,
+        options: dict[str, Any] | None = None,
+    ) -> None:
+        self._config, self._folder, self._device, self._dtype = config, folder, device, dtype
+        self._processor = ImageProcessor(str(folder), options or {})
+        self._tower: torch.nn.Module | None = None
+        self._features: OrderedDict[int, tuple[Image, Tensor]] = OrderedDict()
+
+    def add(self, images: Iterable[Image]) -> None:
+        """Compute the features of new images; drop the oldest others above :data:`HELD_BYTES`.
+
+        Raises:
+            DataError: an image cannot be processed, has another number of tokens, or shares its key with another one.
+        """
+        current = {image.key: image for image in images}
+        for key, image in current.items():
+            held = self._features.pop(key, None)
+            if held is not None and held[0] != image:
+                raise DataError(
+                    f"two images have the key {key:x}, which token ids name them by; remove one of them from the data",
+                    code="image.equal-keys",
+                )
+            self._features[key] = held or (image, self._compute(image))
+        size = sum(features.nbytes for _, features in self._features.values())
+        for key in [key for key in self._features if key not in current]:
+            if size <= HELD_BYTES:
+                break
+            size -= self._features.pop(key)[1].nbytes
+
+    def __contains__(self, key: int) -> bool:
+        return key in self._features
+
+    def rows(self, ids: Tensor) -> tuple[Tensor, Tensor] | None:
+        """Return the features of the image tokens among ``ids [tokens]``, on the host; None without such tokens.
+
+        Returns:
+            Indices of the tokens ``[n]`` int64, and features ``[n, hidden]``.
+        """
+        at = (ids < 0).nonzero()[:, 0]
+        if not len(at):
+            return None
+        keys, rows, columns = image_places(ids[at].numpy())
+        features = torch.empty(len(at), self._config.hidden_size, dtype=self._dtype)
+        for key in np.unique(keys).tolist():
+            image, of_image = self._features[key]
+            chosen = keys == key
+            places = torch.from_numpy(rows[chosen] * image.columns + columns[chosen])
+            features[torch.from_numpy(chosen)] = of_image[places]
+        return at, features
+
+    @torch.no_grad()
+    def _compute(self, image: Image) -> Tensor:
+        if self._tower is None:
+            self._tower = load_tower(self._config, self._folder, self._device, self._dtype)
+        merge = self._processor.merge_size
+        patches = torch.from_numpy(self._processor.patches(image)).to(self._device, self._dtype)
+        grid = torch.tensor([[1, image.rows * merge, image.columns * merge]], device=self._device)
+        features: Tensor = self._tower(patches, grid_thw=grid).pooler_output
+        return features.to("cpu", self._dtype)
