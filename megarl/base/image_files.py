@@ -137,7 +137,7 @@ class ImageProcessor:
         from transformers import AutoImageProcessor
 
         if not (Path(self.folder) / "preprocessor_config.json").is_file():
-            text = f"{self.folder} has no preprocessor_config.json, which a model with images needs; copy the file there"
+            text = f"{self.folder} has no preprocessor_config.json, which a model with images needs; copy it there"
             raise DataError(text, code="image.no-processor")
         return AutoImageProcessor.from_pretrained(
             self.folder, backend="pil", local_files_only=True, trust_remote_code=False, **self.options
