@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import importlib
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -74,7 +74,7 @@ class ImageFeatures:
         folder: str | Path,
         device: torch.device,
         dtype: torch.dtype,
-        options: dict[str, Any] | None = None,
+        options: Mapping[str, Any] | None = None,
     ) -> None:
         self._config, self._folder, self._device, self._dtype = config, folder, device, dtype
         self._processor = ImageProcessor(str(folder), options or {})

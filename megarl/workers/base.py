@@ -39,8 +39,9 @@ from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM
 from megarl.megatron.runtime.memory import read_device_memory
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
+from megarl.models.vision_tower import ImageFeatures
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb
-from megarl.workers.rows import FORWARD, UPDATE, MemoryBudgets, PackedRows
+from megarl.workers.rows import FORWARD, IMAGES, UPDATE, MemoryBudgets, PackedRows
 from megarl.workers.saving import SavingWorker
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan, schedule_steps
 
@@ -133,6 +134,10 @@ class MegatronWorker(SavingWorker):
         self.engine.load_hf(settings.model_path)
         if settings.adapter_path is not None:
             self.engine.load_adapters(settings.adapter_path)
+        if self.engine.model.vision is not None:
+            device, dtype = self.runtime.device, self.engine.options.dtype
+            features = ImageFeatures(self.engine.model, settings.model_path, device, dtype, settings.image_options)
+            self.engine.set_images(features)
         self._log_device_memory("after its start")
 
     def reference_scope(self) -> Callable[[], AbstractContextManager[None]]:
@@ -258,7 +263,12 @@ class MegatronWorker(SavingWorker):
         return {"grad_norm": result.grad_norm, "lr": result.lr, "skipped_steps": float(result.skipped)}
 
     def packed_rows(self, batch: DataProto, budget: MicroBatchBudget) -> PackedRows:
-        """Prepare the rows of a batch for packing; shares prompts if the budget and the engine allow it."""
+        """Prepare the rows of a batch for packing, and the features of their images.
+
+        Prompts are shared if the budget and the engine allow it.
+        """
+        of_rows = batch.non_tensor_batch.get(IMAGES, ())
+        self.engine.add_images(image for images in of_rows for image in images or ())
         return PackedRows(batch, share_prompts=budget.share_prompts and self.engine.can_share_prompts)
 
     def forward_pass(

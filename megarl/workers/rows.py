@@ -25,7 +25,9 @@ from megarl.megatron.engine.faults import DeviceMemoryError
 from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.settings import MicroBatchBudget
 
-SEQUENCES = ("prompts", "responses", "attention_mask")
+IMAGES = "images"
+"""Non-tensor column with the images of each prompt, :class:`megarl.base.image_tokens.Image`; optional."""
+SEQUENCES = ("prompts", "responses", "attention_mask", IMAGES)
 """Columns required to pack rows."""
 ROUTES = "routed_experts"
 """Column with each token's experts, for routing replay."""

@@ -84,6 +84,7 @@ class RoleSettings:
         reference_adapter: the reference policy has those adapters; otherwise it is the model without adapters.
         has_own_devices: no other process uses the role's devices, so phases keep cached memory.
         export_files: text of files, by name, that replace those of the initial folder in checkpoints and exports.
+        image_options: settings of the image processor, for a model with a vision tower.
     """
 
     model_path: str
@@ -101,6 +102,7 @@ class RoleSettings:
     reference_adapter: bool = False
     has_own_devices: bool = False
     export_files: Mapping[str, str] = field(default_factory=dict)
+    image_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
