@@ -156,6 +156,8 @@ class Vision:
     """Number of pairs of dimensions that rotate by time, height and width."""
     interleaved: bool = False
     """The three kinds of pairs alternate as long as there are pairs of all, and do not follow one another."""
+    deepstack: int = 0
+    """Number of decoder layers, from the first on, after which further features of the tower are added."""
     settings: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The section of ``config.json`` that describes the tower."""
 

@@ -109,13 +109,16 @@ class ImageFeatures:
         """Return the features of the image tokens among ``ids [tokens]``, on the host; None without such tokens.
 
         Returns:
-            Indices of the tokens ``[n]`` int64, and features ``[n, hidden]``.
+            Indices of the tokens ``[n]`` int64, and features ``[n, 1 + deepstack, hidden]``: those that replace the
+            embedding, then those that are added after each of the first decoder layers.
         """
         at = (ids < 0).nonzero()[:, 0]
         if not len(at):
             return None
         keys, rows, columns = image_places(ids[at].numpy())
-        features = torch.empty(len(at), self._config.hidden_size, dtype=self._dtype)
+        assert self._config.vision is not None
+        shape = (len(at), 1 + self._config.vision.deepstack, self._config.hidden_size)
+        features = torch.empty(shape, dtype=self._dtype)
         for key in np.unique(keys).tolist():
             image, of_image = self._features[key]
             chosen = keys == key
@@ -130,5 +133,5 @@ class ImageFeatures:
         merge = self._processor.merge_size
         patches = torch.from_numpy(self._processor.patches(image)).to(self._device, self._dtype)
         grid = torch.tensor([[1, image.rows * merge, image.columns * merge]], device=self._device)
-        features: Tensor = self._tower(patches, grid_thw=grid).pooler_output
-        return features.to("cpu", self._dtype)
+        output = self._tower(patches, grid_thw=grid)
+        return torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())], 1).to("cpu", self._dtype)

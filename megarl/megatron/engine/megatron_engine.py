@@ -141,8 +141,11 @@ class MegatronEngine:
             self.weights_changed()
 
     def set_images(self, features: ImageFeatures) -> None:
-        """Take the features of images from here; a no-op on stages that embed no tokens."""
-        if self.runtime.coordinate.pp == 0:
+        """Take the features of images from here; a no-op on pipeline stages that do not need them."""
+        assert self.model.vision is not None, "a model of text only"
+        stage = self.runtime.coordinate.pp
+        layers = self.runtime.layout.stage_layers(self.model.num_layers, stage)
+        if stage == 0 or min(layers, default=self.model.num_layers) < self.model.vision.deepstack:
             self._runner.images = features
 
     def add_images(self, images: Iterable[Image]) -> None:

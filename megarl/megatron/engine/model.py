@@ -29,6 +29,7 @@ from torch import Tensor
 from megarl.megatron.engine.options import MegatronOptions, build_transformer_config
 from megarl.megatron.layers.activations import GeGLU, SwiGLU
 from megarl.megatron.layers.context_parallel import MicroBatchPart
+from megarl.megatron.layers.deepstack import DeepstackLayer
 from megarl.megatron.layers.gated_delta_net import delta_net_spec
 from megarl.megatron.layers.kernels import check_fusions, packed_attention, uses_transformer_engine
 from megarl.megatron.layers.mla import latent_attention_spec
@@ -90,7 +91,7 @@ class PackedModel(GPTModel):
         if part.image_rows is None:
             return embedded
         at, features = part.image_rows
-        return embedded.index_copy(0, at, features[:, None].to(embedded.dtype))
+        return embedded.index_copy(0, at, features[:, :1].to(embedded.dtype))
 
     def output_weight(self) -> Tensor | None:
         """Copy this rank's part of the output layer, ``[padded vocabulary / tp, hidden]``; None without one."""
@@ -165,6 +166,7 @@ class StageModel:
             else rotation_table(part.positions, self.window_frequencies),
             sharers=self.chunks[0].pg_collection.cp if divided else None,
             shared=part.shared,
+            image_rows=part.image_rows,
             chunks=ChunkPlan.of(part.lengths, self.conv_width, ends.device) if self.conv_width else None,
         )
 
@@ -273,6 +275,8 @@ def _layer(
         layer.submodules.self_attention.submodules.core_attention = attention
     if is_linear:
         _replace_attention(model, layer, fused)
+    if model.vision is not None and model.vision.deepstack:
+        layer.module = DeepstackLayer
     return layer
 
 

@@ -164,7 +164,8 @@ class MicroBatchPart:
             each rank's padded to ``widest``.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
         image_rows: indices ``[n]`` int64 of tokens of images, among those that this tensor-parallel rank embeds, and
-            their features ``[n, hidden]``; None without them, and on later pipeline stages.
+            their features ``[n, 1 + deepstack, hidden]`` (:meth:`megarl.models.vision_tower.ImageFeatures.rows`); None
+            without them, and on pipeline stages that do not need them.
     """
 
     tokens: Tensor

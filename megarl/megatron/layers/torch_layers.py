@@ -42,6 +42,8 @@ class PackedSequences(PackedSeqParams):
         sharers: context-parallel ranks that divide each sequence zig-zag; None if this rank has whole sequences.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
         chunks: storage of the sequences in gated delta net layers; None without such layers.
+        image_rows: features of the tokens of images, see
+            :class:`~megarl.megatron.layers.context_parallel.MicroBatchPart`.
     """
 
     runs: tuple[tuple[int, int], ...] = ()
@@ -50,6 +52,7 @@ class PackedSequences(PackedSeqParams):
     sharers: dist.ProcessGroup | None = None
     shared: SharedPrompts | None = None
     chunks: ChunkPlan | None = None
+    image_rows: tuple[Tensor, Tensor] | None = None
 
 
 @dataclass

@@ -90,6 +90,23 @@ class Qwen25VL:
         return Traits(qkv_bias=True, rope_theta=1000000.0, rms_norm_eps=1e-5, vision=vision)
 
 
+@register_family("Qwen3VLForConditionalGeneration", "Qwen3VLForSequenceClassification", "Qwen3VLForTokenClassification")
+class Qwen3VL:
+    """Qwen3-VL: the decoder of Qwen3 with images, whose features also enter after the first layers.
+
+    transformers has no classes with a scalar head; megarl writes critics and reward models under the usual names, and
+    reads them.
+    """
+
+    name = "qwen3_vl"
+    layer = _QWEN3
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Norms on q and k; alternating sections of positions."""
+        refuse_settings(raw, hidden_act="silu", attention_bias=False)
+        return Traits(qk_norm=True, rope_theta=500000.0, vision=_deepstack_vision(raw, "qwen3_vl.Qwen3VLVisionModel"))
+
+
 @register_family("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeForTokenClassification")
 class Qwen2Moe:
     """Qwen1.5-MoE and Qwen2-57B-A14B: routed experts and a gated shared expert."""
@@ -156,6 +173,19 @@ class Qwen35Moe:
         """Weights of a token's experts always sum to 1."""
         refuse_settings(raw, norm_topk_prob=True, decoder_sparse_step=1, mlp_only_layers=[])
         return _hybrid_traits(raw, _experts(raw, 8, 512, normalize=True, shared=512), grouped=False)
+
+
+def _deepstack_vision(raw: Mapping[str, Any], tower: str) -> Vision:
+    settings = json_object(raw, "vision_config")
+    return Vision(
+        image_token=count(raw, "image_token_id", 151655, least=0),
+        tower=tower,
+        prefix="model.visual.",
+        sections=position_sections(raw),
+        interleaved=True,
+        deepstack=len(entries(settings, "deepstack_visual_indexes", int)),
+        settings=dict(settings),
+    )
 
 
 def _experts(
