@@ -88,8 +88,13 @@ def _current_wait(process: ObservedProcess) -> Wait | None:
     return None
 
 
-def explain_stall(processes: Sequence[ObservedProcess]) -> str:
-    """Describe the activity of each process, one line each, culprits first."""
+def explain_stall(processes: Sequence[ObservedProcess], collected_in_s: float = 0.0) -> str:
+    """Describe the activity of each process, one line each, culprits first.
+
+    Args:
+        collected_in_s: time between the first and the last observation. Two processes that were observed so far apart
+            may seem to call collectives in different orders, unless each waits longer than that.
+    """
     waits = {process: wait for process in processes if (wait := _current_wait(process)) and not process.is_stuck}
     awaited = _waiters(processes, waits)
     culprits = [process for process in processes if process.is_stuck or (process in awaited and process not in waits)]
@@ -104,6 +109,8 @@ def explain_stall(processes: Sequence[ObservedProcess]) -> str:
         for process in culprits
     ]
     crossed = [process for process in awaited if process in waits] if not culprits else []
+    if any(_seconds_in_wait(process) < collected_in_s for process in crossed):
+        crossed = []
     lines += [
         f"{named(process)} waits in {waits[process].call} of {waits[process].group}"
         f"{_describe_waiters(awaited[process])}: the ranks call collectives in different orders"

@@ -10,11 +10,13 @@ from megarl.tracing.stall import ObservedProcess, describe_frames, explain_stall
 DP, TP = "data-parallel [0, 1, 2, 3]", "tensor-model-parallel [0, 1]"
 
 
-def seen(rank, *spans, state="sleeping", counts=None):
+def seen(rank, *spans, state="sleeping", counts=None, taken_s=0):
     groups = {group: GroupCount(group, count, "all_reduce") for group, count in (counts or {}).items()}
     board = BoardContent([OpenSpan(name, 0) for name in spans], groups)
     frames = (Frame("/usr/lib/python3/threading.py", 9, "wait"), Frame("/my/code.py", 7, "work"))
-    return ObservedProcess("actor", rank, "10.0.0.1", ProcessReport(100 + rank, state, board, frames=frames))
+    return ObservedProcess(
+        "actor", rank, "10.0.0.1", ProcessReport(100 + rank, state, board, frames=frames, taken_ns=int(taken_s * 1e9))
+    )
 
 
 def test_rank_missing_from_a_collective_is_named_with_its_location():
@@ -59,6 +61,16 @@ def test_different_orders_of_collectives_are_reported():
     ]
     lines = explain_stall(processes).splitlines()
     assert len(lines) == 2 and all("the ranks call collectives in different orders" in line for line in lines)
+
+
+def test_waits_that_began_during_the_collection_are_not_in_different_orders():
+    """A slow host is observed seconds after the others: its rank may have passed the collective meanwhile."""
+    processes = [
+        seen(0, "update_actor", "all_reduce #5 of pipeline [0, 1]", taken_s=3),
+        seen(1, "update_actor", f"barrier #5 of {TP}", taken_s=5),
+    ]
+    assert "different orders" in explain_stall(processes, 3.0)
+    assert "different orders" not in explain_stall(processes, 4.0)
 
 
 def test_unreachable_node_and_stopped_engine_process():

@@ -195,8 +195,9 @@ class Watchdog:
         folder = self._folder / STALLS / time.strftime("%Y-%m-%d_%H-%M-%S")
         moved = TRACER.moved_ns
         try:
+            began = time.monotonic()
             stacks = collect_stacks(self._processes)
-            text = explain_stall(stacks)
+            text = explain_stall(stacks, time.monotonic() - began)
         except Exception as error:  # report the stall in any case
             stacks, text = [], f"the stacks of the processes could not be collected: {type(error).__name__}: {error}"
         if TRACER.moved_ns != moved or self._closed.is_set():
