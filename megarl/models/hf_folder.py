@@ -11,8 +11,9 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -21,7 +22,7 @@ from megarl.base.errors import ModelError
 from megarl.base.json_text import parse_json, read_json_object
 from megarl.models.hf_config import read_model_config
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
-from megarl.models.registry import family_of
+from megarl.models.registry import count, family_of
 from megarl.models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
@@ -38,6 +39,8 @@ BLOCK = 32
 """Neighbouring inputs that share a scale in MXFP4."""
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors that hold a matrix in MXFP4."""
+NESTED = {"model.language_model.": "model.", "model.visual.": "visual."}
+"""Starts of names in files that nest decoder and vision tower, with those of the weight map."""
 _HEAD_ALIASES = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
 """Alternative names of the scalar head in checkpoints, with the names of the weight map."""
 
@@ -104,6 +107,7 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
             _check_shape(tensors[name], name, shape)
     if SCORE in tensors:
         _check_scalar_head(tensors, config)
+    check_tower(folder, config, tensors)
     if config.tie_word_embeddings and HEAD in tensors and not equal_values(tensors[HEAD], tensors[EMBEDDING]):
         raise ModelError(
             f"{tensors[HEAD].file}: tensor '{HEAD}' differs from '{EMBEDDING}', but {folder / 'config.json'} has "
@@ -114,6 +118,34 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
     return ModelFolder(folder, config, tensors)
 
 
+def is_tower(config: ModelConfig, name: str) -> bool:
+    """Return whether a tensor belongs to the vision tower."""
+    return config.vision is not None and name.startswith(config.vision.prefix)
+
+
+def check_tower(folder: Path | str, config: ModelConfig, tensors: Iterable[str]) -> None:
+    """Check that the vision tower is there, with the same tensors in each of its blocks; a no-op for models of text.
+
+    Shapes are checked when the tower is loaded (:func:`megarl.models.vision_tower.load_tower`).
+
+    Raises:
+        ModelError: the tower, or a tensor of a block, is missing; names it.
+    """
+    if config.vision is None:
+        return
+    prefix, depth = config.vision.prefix, count(config.vision.settings, "depth")
+    blocks: dict[str, set[str]] = {f"{prefix}blocks.{number}.": set() for number in range(depth)}
+    for name in tensors:
+        match = re.match(rf"{re.escape(prefix)}blocks\.\d+\.", name)
+        if match is not None:
+            blocks.setdefault(match[0], set()).add(name.removeprefix(match[0]))
+    every = set[str]().union(*blocks.values()) or {""}
+    lacking = [block + part for block, parts in blocks.items() for part in sorted(every - parts)]
+    if lacking:
+        text = f"model folder {folder} lacks tensors of the vision tower of {config.architecture}: '{lacking[0]}'"
+        raise ModelError(f"{text}; copy the weights of the original model there", code="model.vision-tower")
+
+
 def equal_values(first: TensorEntry, second: TensorEntry) -> bool:
     """Return whether two stored tensors have the same shape and elements; formats up to 32 bits may differ."""
     if first.shape != second.shape:
@@ -122,10 +154,10 @@ def equal_values(first: TensorEntry, second: TensorEntry) -> bool:
     with first.file.open("rb") as file, second.file.open("rb") as other:
         file.seek(first.offset)
         other.seek(second.offset)
-        count = max(1, math.prod(first.shape))
-        widths = first.nbytes // count, second.nbytes // count
-        for start in range(0, count, _COMPARED_BYTES):
-            size = min(_COMPARED_BYTES, count - start)
+        elements = max(1, math.prod(first.shape))
+        widths = first.nbytes // elements, second.nbytes // elements
+        for start in range(0, elements, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, elements - start)
             values, others = file.read(size * widths[0]), other.read(size * widths[1])
             if read(values, first.dtype) != read(others, second.dtype):
                 return False
@@ -166,7 +198,7 @@ def _expert_entry(whole: TensorEntry, part: StackedPart, config: ModelConfig) ->
     nbytes = whole.nbytes // config.experts.count
     return whole._replace(
         shape=whole.shape[:0:-1],
-        stored_as=part.name,
+        stored_as=whole.stored_as or part.name,
         offset=whole.offset + part.expert * nbytes,
         nbytes=nbytes,
         expert=part.expert,
@@ -185,8 +217,8 @@ def _mxfp4_entry(blocks: TensorEntry, scales: TensorEntry, part: StackedPart, co
     return entry._replace(
         shape=(*scales.shape[1:-1], scales.shape[-1] * BLOCK),
         dtype="BF16",
-        stored_as=part.name + BLOCKS,
-        scales=scales._replace(stored_as=part.name + SCALES),
+        stored_as=blocks.stored_as or part.name + BLOCKS,
+        scales=scales._replace(stored_as=scales.stored_as or part.name + SCALES),
     )
 
 
@@ -219,9 +251,41 @@ def _check_shape(entry: TensorEntry, name: str, shape: tuple[int, ...]) -> None:
 def tensor_entries(folder: Path, *, required: bool = False) -> dict[str, TensorEntry]:
     """Return a folder's tensors by name, also those outside the model; empty without weights or folder.
 
+    Names are those of the weight map, in folders that nest them (:data:`NESTED`), too.
+
     Raises:
-        ModelError: a weight file is missing or damaged, or there is none and weights are ``required``.
+        ModelError: a weight file is missing or damaged, a tensor is there under two names, or there is no weight file
+            and weights are ``required``.
     """
+    entries = _stored_entries(folder, required=required)
+    named = {}
+    for name, entry in entries.items():
+        plain = plain_name(name)
+        if plain in named:
+            text = f"{entry.file}: '{name}' and '{named[plain].stored_as or plain}' are names of one tensor"
+            raise ModelError(f"{text}; remove one", code="model.tensor-twice")
+        named[plain] = entry if plain == name else entry._replace(stored_as=name)
+    return named
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name without the nesting of :data:`NESTED`."""
+    nested = next((start for start in NESTED if name.startswith(start)), "")
+    return NESTED.get(nested, "") + name.removeprefix(nested)
+
+
+def nested_name(name: str) -> str:
+    """Return a tensor's name with the nesting of :data:`NESTED`; the output layer has none."""
+    nested = next((start for start, plain in NESTED.items() if name.startswith(plain)), "")
+    return nested + name.removeprefix(NESTED.get(nested, ""))
+
+
+def name_in_file(config: ModelConfig, name: str) -> str:
+    """Return the name that an exported file has for a tensor of the weight map."""
+    return nested_name(name) if config.vision is not None and config.vision.nested else name
+
+
+def _stored_entries(folder: Path, *, required: bool) -> dict[str, TensorEntry]:
     index = folder / INDEX_FILE
     if not index.is_file():
         if (folder / SINGLE_FILE).is_file():
