@@ -365,7 +365,7 @@ def open_hugging_face(path: Path) -> CheckpointSource:
 
 
 def _view(name: str, entry: TensorEntry) -> TensorView:
-    if entry.expert is None:
+    if entry.expert is None or entry.first_row is not None:
         return whole_view(name, _stored(name, entry))
     assert entry.whole is not None
     if entry.scales is None:
@@ -400,9 +400,7 @@ def _with_carried(source: CheckpointSource, initial: Path | None = None) -> Chec
     return replace(source, initial=initial)
 
 
-def _carried(
-    config: ModelConfig, entries: Mapping[str, TensorEntry], *, scalar_head: bool
-) -> dict[str, TensorView]:
+def _carried(config: ModelConfig, entries: Mapping[str, TensorEntry], *, scalar_head: bool) -> dict[str, TensorView]:
     carried = {name: entry for name, entry in entries.items() if is_carried(config, name, scalar_head=scalar_head)}
     return {name: whole_view(name, _stored(name, entry)) for name, entry in carried.items()}
 

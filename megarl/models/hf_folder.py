@@ -1,8 +1,10 @@
 """Check a Hugging Face model folder by its file headers, without torch or weights, and identify its model.
 
-A file may stack a matrix or bias of all experts of a layer, in bfloat16 or MXFP4. The weight map has one tensor per
-expert: an entry of the file's tensor with the dimensions reversed, ``[experts, inputs, outputs]`` in the file for
-``[outputs, inputs]``.
+A file may stack a matrix or bias of all experts of a layer. The weight map has one tensor per expert. A family that
+declares it has an entry of the file's tensor with the dimensions reversed, in bfloat16 or MXFP4: ``[experts, inputs,
+outputs]`` in the file for ``[outputs, inputs]``. Files of other families may have transformers' own tensors,
+``[experts, outputs, inputs]`` with the gates above the up projections, as Qwen3.5 is published; exports have one tensor
+per expert.
 """
 
 from __future__ import annotations
@@ -21,7 +23,7 @@ from typing import Any, NamedTuple
 from megarl.base.errors import ModelError
 from megarl.base.json_text import parse_json, read_json_object
 from megarl.models.hf_config import read_model_config
-from megarl.models.model_config import VALUE_MODELS, ModelConfig
+from megarl.models.model_config import VALUE_MODELS, Experts, ModelConfig
 from megarl.models.registry import count, family_of
 from megarl.models.weight_map import WeightMap
 
@@ -52,8 +54,8 @@ class TensorEntry(NamedTuple):
         dtype: safetensors' name, such as ``BF16``.
         stored_as: the tensor's name in the file, if it differs.
         offset: first byte of its elements in the file.
-        expert: its index in the file's tensor of all experts, whose other dimensions are in reverse order; None without
-            such a tensor.
+        expert: its index in the file's tensor of all experts; None without such a tensor.
+        first_row: its first row there; None if the other dimensions are in reverse order.
         whole: the file's tensor of all experts.
         scales: the file's scales of all experts, if ``whole`` has blocks in MXFP4; elements are then read as ``BF16``.
     """
@@ -65,6 +67,7 @@ class TensorEntry(NamedTuple):
     offset: int = 0
     nbytes: int = 0
     expert: int | None = None
+    first_row: int | None = None
     whole: TensorEntry | None = None
     scales: TensorEntry | None = None
 
@@ -176,6 +179,8 @@ def _as_float32(values: bytes, dtype: str) -> bytes:
 def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
     """Replace tensors of a layer's experts by one entry per expert, under the weight map's names."""
     parts = stacked_parts(config)
+    if config.experts is not None and not parts:
+        _split_experts(tensors, config, config.experts)
     for name, part in parts.items():
         if part.name in tensors:
             tensors[name] = _expert_entry(tensors[part.name], part, config)
@@ -185,6 +190,29 @@ def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str
         for suffix in ("", BLOCKS, SCALES):
             tensors.pop(stacked + suffix, None)
     return tensors
+
+
+def _split_experts(tensors: dict[str, TensorEntry], config: ModelConfig, experts: Experts) -> None:
+    """Replace transformers' tensors of all experts of a decoder layer by one entry per matrix."""
+    shapes = {
+        "gate_up_proj": (experts.count, 2 * experts.ffn_hidden_size, config.hidden_size),
+        "down_proj": (experts.count, config.hidden_size, experts.ffn_hidden_size),
+    }
+    for name in [name for name in tensors if re.fullmatch(r"model\.layers\..*\.experts\.(gate_up|down)_proj", name)]:
+        whole, (block, _, kind) = tensors.pop(name), name.rpartition(".")
+        _check_shape(whole, name, shapes[kind])
+        matrices = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        rows, nbytes = whole.shape[1] // len(matrices), whole.nbytes // (experts.count * len(matrices))
+        for expert in range(experts.count):
+            for number, matrix in enumerate(matrices):
+                tensors[f"{block}.{expert}.{matrix}.weight"] = whole._replace(
+                    shape=(rows, whole.shape[2]),
+                    stored_as=whole.stored_as or name,
+                    offset=whole.offset + (expert * len(matrices) + number) * nbytes,
+                    nbytes=nbytes,
+                    expert=expert,
+                    first_row=number * rows,
+                )
 
 
 def _expert_entry(whole: TensorEntry, part: StackedPart, config: ModelConfig) -> TensorEntry:

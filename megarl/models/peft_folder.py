@@ -203,7 +203,9 @@ def peft_name(config: ModelConfig, name: str) -> str:
 def _peft_targets(adapters: AdapterMap) -> list[str]:
     """Names that peft's rule matches to exactly the adapted layers: last parts where possible."""
     config = adapters.model
-    modules = {name: peft_name(config, name).removeprefix(PREFIX).removesuffix(".weight") for name in adapters.base_shapes}
+    modules = {
+        name: peft_name(config, name).removeprefix(PREFIX).removesuffix(".weight") for name in adapters.base_shapes
+    }
     adapted = [modules[name] for name in adapters.targets]
     others = set(modules.values()) - set(adapted)
     ambiguous = {name.rpartition(".")[2] for name in others}

@@ -338,9 +338,7 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
     return next(found, default)
 
 
-def position_sections(
-    raw: Mapping[str, Any], default: tuple[int, int, int] | None = None
-) -> tuple[int, int, int]:
+def position_sections(raw: Mapping[str, Any], default: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
     """Read ``mrope_section``, the pairs of dimensions that rotate by time, height and width.
 
     Args:

@@ -154,9 +154,7 @@ class Qwen35Moe:
         return _hybrid_traits(raw, _experts(raw, 8, 512, normalize=True, shared=512), grouped=False)
 
 
-@register_family(
-    "Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification"
-)
+@register_family("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification")
 class Qwen35VL(Qwen35):
     """The dense models of Qwen3.5 as published: with images.
 
