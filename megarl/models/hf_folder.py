@@ -28,6 +28,8 @@ from megarl.models.registry import count, family_of
 from megarl.models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
+PROCESSOR_FILE = "preprocessor_config.json"
+"""Settings of the image processor."""
 INDEX_FILE = "model.safetensors.index.json"
 HEAD, SCORE, SCORE_BIAS = "lm_head.weight", "score.weight", "score.bias"
 EMBEDDING = "model.embed_tokens.weight"
@@ -147,6 +149,21 @@ def check_tower(folder: Path | str, config: ModelConfig, tensors: Iterable[str])
     if lacking:
         text = f"model folder {folder} lacks tensors of the vision tower of {config.architecture}: '{lacking[0]}'"
         raise ModelError(f"{text}; copy the weights of the original model there", code="model.vision-tower")
+
+
+def image_grid(path: str | Path) -> dict[str, Any]:
+    """Return the settings of a folder's image processor that decide the number of an image's tokens.
+
+    They are None in a folder without an image processor.
+    """
+    file = Path(path) / PROCESSOR_FILE
+    raw = read_json_object(file, ModelError) if file.is_file() else {}
+    size = raw.get("size") if isinstance(raw.get("size"), Mapping) else {}
+    pixels = {
+        "min_pixels": raw.get("min_pixels", size.get("shortest_edge")),
+        "max_pixels": raw.get("max_pixels", size.get("longest_edge")),
+    }
+    return {"patch_size": raw.get("patch_size"), "merge_size": raw.get("merge_size"), **pixels}
 
 
 def equal_values(first: TensorEntry, second: TensorEntry) -> bool:

@@ -202,12 +202,11 @@ def peft_name(config: ModelConfig, name: str) -> str:
 
 def _peft_targets(adapters: AdapterMap) -> list[str]:
     """Names that peft's rule matches to exactly the adapted layers: last parts where possible."""
-    config = adapters.model
-    modules = {
-        name: peft_name(config, name).removeprefix(PREFIX).removesuffix(".weight") for name in adapters.base_shapes
-    }
-    adapted = [modules[name] for name in adapters.targets]
-    others = set(modules.values()) - set(adapted)
+    adapted, every = (
+        [peft_name(adapters.model, name).removeprefix(PREFIX).removesuffix(".weight") for name in names]
+        for names in (adapters.targets, adapters.base_shapes)
+    )
+    others = set(every) - set(adapted)
     ambiguous = {name.rpartition(".")[2] for name in others}
     return list(dict.fromkeys(name if (last := name.rpartition(".")[2]) in ambiguous else last for name in adapted))
 
