@@ -1,6 +1,8 @@
 """Configs and folders of models with images: published values, both forms of the file, the tower's tensors."""
 
+import json
 import shutil
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -16,53 +18,14 @@ from megarl.models.model_config import Vision
 from megarl.models.multi_token import is_carried, unused_tensors, with_multi_token_layers
 from megarl.models.vision_tower import load_tower
 
+PUBLISHED = Path(__file__).parents[1] / "ops" / "plan" / "models"
 TOWER_OF_QWEN25 = "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel"
 
 
 def published_qwen25(**sizes: Any) -> dict[str, Any]:
-    """The flat form of Qwen2.5-VL-Instruct's ``config.json`` as published."""
-    tower = {
-        "depth": 32,
-        "hidden_act": "silu",
-        "hidden_size": 1280,
-        "intermediate_size": 3420,
-        "num_heads": 16,
-        "in_chans": 3,
-        "out_hidden_size": sizes["hidden_size"],
-        "patch_size": 14,
-        "spatial_merge_size": 2,
-        "spatial_patch_size": 14,
-        "window_size": 112,
-        "fullatt_block_indexes": [7, 15, 23, 31],
-        "tokens_per_second": 2,
-        "temporal_patch_size": 2,
-    }
-    return {
-        "architectures": ["Qwen2_5_VLForConditionalGeneration"],
-        "attention_dropout": 0.0,
-        "bos_token_id": 151643,
-        "eos_token_id": 151645,
-        "vision_start_token_id": 151652,
-        "vision_end_token_id": 151653,
-        "vision_token_id": 151654,
-        "image_token_id": 151655,
-        "video_token_id": 151656,
-        "hidden_act": "silu",
-        "initializer_range": 0.02,
-        "max_position_embeddings": 128000,
-        "max_window_layers": 70,
-        "model_type": "qwen2_5_vl",
-        "rms_norm_eps": 1e-06,
-        "rope_theta": 1000000.0,
-        "sliding_window": 32768,
-        "tie_word_embeddings": False,
-        "torch_dtype": "bfloat16",
-        "use_cache": True,
-        "use_sliding_window": False,
-        "vision_config": tower,
-        "rope_scaling": {"type": "mrope", "mrope_section": [16, 24, 24]},
-        **sizes,
-    }
+    """The flat form of Qwen2.5-VL-Instruct's ``config.json`` as published, of the given size."""
+    raw: dict[str, Any] = json.loads((PUBLISHED / "Qwen2.5-VL-7B" / "config.json").read_text(encoding="utf-8"))
+    return raw | sizes | {"vision_config": raw["vision_config"] | {"out_hidden_size": sizes["hidden_size"]}}
 
 
 SIZES: dict[str, dict[str, Any]] = {

@@ -148,8 +148,11 @@ _LORA: dict[str, Rule] = {
 }
 _MODEL |= _LORA
 
-ADAPTER_KIND = Values(meanings={"canonical_lora": "lora"}, refused={"vlm_lora": f"{_FROZEN_TOWER}; set lora"})
-"""verl's values of `lora.type`: each Hugging Face tensor always has an A and a B, also in Megatron's fused layers."""
+ADAPTER_KIND = Values(meanings={"canonical_lora": "lora", "vlm_lora": "lora"})
+"""verl's values of `lora.type`: each Hugging Face tensor always has an A and a B, also in Megatron's fused layers.
+
+Adapters are always on the decoder alone, as with `vlm_lora` and a frozen vision model.
+"""
 
 OPTIM_MEANINGS: Mapping[str, Mapping[Any, Any]] = {
     "lr_warmup_steps": {None: -1},
