@@ -24,7 +24,7 @@ from megarl.base.errors import ModelError
 from megarl.base.json_text import parse_json, read_json_object
 from megarl.models.hf_config import read_model_config
 from megarl.models.model_config import VALUE_MODELS, Experts, ModelConfig
-from megarl.models.registry import count, family_of
+from megarl.models.registry import count, family_of, json_object
 from megarl.models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
@@ -129,7 +129,7 @@ def is_tower(config: ModelConfig, name: str) -> bool:
 
 
 def check_tower(folder: Path | str, config: ModelConfig, tensors: Iterable[str]) -> None:
-    """Check that the vision tower is there, with the same tensors in each of its blocks; a no-op for models of text.
+    """Check that a model's vision tower is there, with the same tensors in each of its blocks.
 
     Shapes are checked when the tower is loaded (:func:`megarl.models.vision_tower.load_tower`).
 
@@ -158,12 +158,9 @@ def image_grid(path: str | Path) -> dict[str, Any]:
     """
     file = Path(path) / PROCESSOR_FILE
     raw = read_json_object(file, ModelError) if file.is_file() else {}
-    size = raw.get("size") if isinstance(raw.get("size"), Mapping) else {}
-    pixels = {
-        "min_pixels": raw.get("min_pixels", size.get("shortest_edge")),
-        "max_pixels": raw.get("max_pixels", size.get("longest_edge")),
-    }
-    return {"patch_size": raw.get("patch_size"), "merge_size": raw.get("merge_size"), **pixels}
+    size = json_object(raw, "size")
+    pixels = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+    return {name: raw.get(name, value) for name, value in {"patch_size": None, "merge_size": None, **pixels}.items()}
 
 
 def equal_values(first: TensorEntry, second: TensorEntry) -> bool:
@@ -303,7 +300,7 @@ def tensor_entries(folder: Path, *, required: bool = False) -> dict[str, TensorE
             and weights are ``required``.
     """
     entries = _stored_entries(folder, required=required)
-    named = {}
+    named: dict[str, TensorEntry] = {}
     for name, entry in entries.items():
         plain = plain_name(name)
         if plain in named:

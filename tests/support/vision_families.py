@@ -9,6 +9,7 @@ from typing import Any
 import torch
 import transformers
 from safetensors.torch import load_file, save_file
+
 from support.vision_models import END, IMAGE, PROCESSOR, START, TEXT, TOWER, save_vision_model
 
 _HYBRID = {

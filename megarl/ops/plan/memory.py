@@ -310,7 +310,7 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> t
 
 
 def _image_features(job: PlannedJob, role: PlannedRole) -> int:
-    """Return the bytes of the features of a step's images on a rank, if they fill its prompts; 0 without images."""
+    """Return the bytes of the image features of a step on a rank, if images fill its prompts."""
     if role.model.vision is None or job.rollout is None:
         return 0
     tokens = -(-job.rollout.prompts // role.layout.dp) * job.longest_prompt
