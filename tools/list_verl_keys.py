@@ -53,8 +53,8 @@ _SHARED = {
     "actor_rollout_ref.actor.checkpoint": _CHECKPOINT,
     "actor_rollout_ref.actor": (
         "tau_neg tau_pos loss_scale_factor calculate_sum_pi_squared "
-        "clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low entropy_coeff kl_loss_coef kl_loss_type "
-        "loss_agg_mode ppo_epochs ppo_mini_batch_size shuffle "
+        "clip_ratio clip_ratio_c clip_ratio_high clip_ratio_low entropy_coeff freeze_vision_tower kl_loss_coef "
+        "kl_loss_type loss_agg_mode ppo_epochs ppo_mini_batch_size shuffle "
         "use_dynamic_bsz use_kl_loss use_prefix_grouper"
     ),
     "actor_rollout_ref.actor.megatron": _MEGATRON,

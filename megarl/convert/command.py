@@ -95,7 +95,7 @@ def _print_source(source: CheckpointSource) -> None:
         names = ", ".join(source.left_out[:5]) + (" ..." if len(source.left_out) > 5 else "")
         print(f"not part of the model, skipped: {len(source.left_out)} tensors ({names})", file=sys.stderr)
     if source.carried:
-        print(f"multi-token prediction layers, not trained: {_carried(source)}", file=sys.stderr)
+        print(f"carried unchanged, not trained: {_carried(source)}", file=sys.stderr)
     if source.state:
         print(f"not weights, skipped: {', '.join(source.state)}", file=sys.stderr)
 
@@ -212,7 +212,7 @@ def describe_source(source: CheckpointSource, with_tensors: bool = False) -> str
         "head": _head(source),
         "experts": f"{config.experts.count} in {sum(config.experts.layers)} layers" if config.experts else "none",
         "weight files": str(len(source.files())),
-        **({"multi-token layers": _carried(source)} if source.carried else {}),
+        **({"carried unchanged": _carried(source)} if source.carried else {}),
         **{name: str(value) for name, value in source.facts.items()},
         "other state": ", ".join(source.state) or "none",
     }

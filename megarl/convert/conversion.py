@@ -26,8 +26,9 @@ from megarl.base.files import flush_path
 from megarl.base.json_text import parse_json
 from megarl.convert.output import OutputPlan, plan_adapters, plan_hugging_face, plan_role, progress, select, transfer
 from megarl.convert.source import HUGGING_FACE, MEGARL, PEFT, CheckpointSource
+from megarl.models.hf_folder import check_tower
 from megarl.models.hf_writer import copy_companions
-from megarl.models.multi_token import warn_of_missing_layers
+from megarl.models.multi_token import is_multi_token, warn_of_missing_layers
 
 SPARE_BYTES = 64 << 20  # disk space that must stay free
 _PLANS = {HUGGING_FACE: plan_hugging_face, MEGARL: plan_role}
@@ -75,8 +76,8 @@ def convert(source: CheckpointSource, destination: Path, kind: str, options: Con
             code="convert.source-lacks-files",
         )
     plan = _planned(source, kind, options)
-    if kind == HUGGING_FACE and not source.carried and not source.has_value_head:
-        warn_of_missing_layers(source.config, f"{source.initial or source.companions} (--model FOLDER names another)")
+    if kind == HUGGING_FACE:
+        _check_carried(source)
     unfinished = UnfinishedOutput(destination, overwrite=options.overwrite)
     with unfinished.opened(_fingerprint(source, kind, options), options.restart):
         files = [file for file in plan.files if file.name not in unfinished.finished]
@@ -88,6 +89,14 @@ def convert(source: CheckpointSource, destination: Path, kind: str, options: Con
         _write_small(unfinished.folder, plan, source)
         unfinished.publish()
     return ConversionResult(plan.tensors, plan.nbytes, len(plan.files), len(plan.files) - len(files))
+
+
+def _check_carried(source: CheckpointSource) -> None:
+    """Require the vision tower, and warn without announced multi-token prediction layers."""
+    config, folder = source.config, f"{source.initial or source.companions} (--model FOLDER names another)"
+    check_tower(folder, config, source.carried)
+    if not source.has_value_head and not any(is_multi_token(config, name) for name in source.carried):
+        warn_of_missing_layers(config, folder)
 
 
 def _planned(source: CheckpointSource, kind: str, options: ConversionOptions) -> OutputPlan:

@@ -57,7 +57,7 @@ from megarl.models.hf_folder import (
     stacked_parts,
     tensor_entries,
 )
-from megarl.models.multi_token import is_multi_token, unused_tensors
+from megarl.models.multi_token import is_carried, unused_tensors
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder
 
@@ -350,7 +350,7 @@ def open_hugging_face(path: Path) -> CheckpointSource:
     names = [name for name in shapes if name in folder.tensors]
     names += [name for name in SCORE if name in folder.tensors and name not in shapes]
     tensors = {name: _view(name, folder.tensors[name]) for name in names}
-    carried = {} if SCORE[0] in tensors else _carried(folder.config, folder.tensors)
+    carried = _carried(folder.config, folder.tensors, scalar_head=SCORE[0] in tensors)
     return CheckpointSource(
         path,
         HUGGING_FACE,
@@ -365,7 +365,7 @@ def open_hugging_face(path: Path) -> CheckpointSource:
 
 
 def _view(name: str, entry: TensorEntry) -> TensorView:
-    if entry.expert is None:
+    if entry.expert is None or entry.first_row is not None:
         return whole_view(name, _stored(name, entry))
     assert entry.whole is not None
     if entry.scales is None:
@@ -390,20 +390,19 @@ def _stored_as(name: str, entry: TensorEntry, dtype: torch.dtype) -> StoredTenso
 
 
 def _with_carried(source: CheckpointSource, initial: Path | None = None) -> CheckpointSource:
-    """Add the multi-token prediction layers of the first folder that has them."""
-    if source.has_value_head:
-        return source
+    """Add the carried tensors of the first folder that has them."""
     base = None if source.adapters is None else source.adapters.base
     for folder in (source.companions, base, initial):
         entries = {} if folder is None else tensor_entries(folder)
-        carried = _carried(source.config, entries)
+        carried = _carried(source.config, entries, scalar_head=source.has_value_head)
         if carried:
             return replace(source, carried=carried, initial=initial)
     return replace(source, initial=initial)
 
 
-def _carried(config: ModelConfig, entries: Mapping[str, TensorEntry]) -> dict[str, TensorView]:
-    return {name: whole_view(name, _stored(name, e)) for name, e in entries.items() if is_multi_token(config, name)}
+def _carried(config: ModelConfig, entries: Mapping[str, TensorEntry], *, scalar_head: bool) -> dict[str, TensorView]:
+    carried = {name: entry for name, entry in entries.items() if is_carried(config, name, scalar_head=scalar_head)}
+    return {name: whole_view(name, _stored(name, entry)) for name, entry in carried.items()}
 
 
 def open_adapter_folder(path: Path, model: Path | None = None) -> CheckpointSource:

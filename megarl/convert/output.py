@@ -14,7 +14,7 @@ from collections import Counter
 from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field, replace
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple, TypeVar
 
@@ -47,9 +47,9 @@ from megarl.convert.source import (
 )
 from megarl.convert.stored import Files, Scratch, TensorView, locate_tensor
 from megarl.models import ParallelLayout, WeightMap
-from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, StackedPart, stacked_parts
+from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE, StackedPart, name_in_file, stacked_parts
 from megarl.models.hf_writer import exported_config, needs_head_bias
-from megarl.models.peft_folder import CONFIG_FILE, PREFIX, WEIGHTS_FILE, peft_config
+from megarl.models.peft_folder import CONFIG_FILE, WEIGHTS_FILE, peft_config, peft_name
 
 
 @dataclass(frozen=True)
@@ -63,6 +63,7 @@ class Selection:
     parts: Mapping[str, StackedPart] = field(default_factory=dict)  # experts in the tensors of a Hugging Face file
     carried: Mapping[str, TensorView] = field(default_factory=dict)  # of a Hugging Face folder, in their own dtype
     initial: str | None = None  # folder of the initial model, for a role checkpoint
+    name_in_file: Callable[[str], str] = str  # name in a Hugging Face file, by that in the weight map
 
     @property
     def dtype(self) -> torch.dtype:
@@ -94,13 +95,13 @@ def select(source: CheckpointSource, dtype: torch.dtype | None = None, keep_valu
         raise CheckpointError(f"{source.path} holds no tensors", code="convert.no-tensors")
     float32 = WeightMap(source.config).is_float32
     dtypes = {n: view.dtype if float32(n) else dtype or view.dtype for n, view in tensors.items()}
-    carried = {} if SCORE[0] in source.tensors else source.carried
-    config = exported_config(source.config, [*tensors, *carried], _most_common(tensors, dtypes))
+    config = exported_config(source.config, [*tensors, *source.carried], _most_common(tensors, dtypes))
     if SCORE[0] in tensors and needs_head_bias(config) and SCORE[1] not in tensors:
         tensors[SCORE[1]] = TensorView(SCORE[1], (1,), tensors[SCORE[0]].dtype, ())
         dtypes[SCORE[1]] = dtypes[SCORE[0]]
     initial, parts = str(source.path.absolute()), stacked_parts(source.config)
-    return Selection(tensors, dtypes, config, frozenset(filter(float32, tensors)), parts, carried, initial)
+    exact, in_file = frozenset(filter(float32, tensors)), partial(name_in_file, source.config)
+    return Selection(tensors, dtypes, config, exact, parts, source.carried, initial, in_file)
 
 
 def _most_common(tensors: Mapping[str, TensorView], dtypes: Mapping[str, torch.dtype]) -> torch.dtype:
@@ -174,14 +175,13 @@ def bands_of(view: TensorView, dtype: torch.dtype, offset: int = 0) -> Iterator[
 
 def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
     """Plan a model folder: safetensors shards (a larger tensor is alone), an index for several, the config."""
-    carried = selection.carried
+    carried, in_file = selection.carried, selection.name_in_file
+    tensors = {**stacked_views(selection.tensors, selection.parts), **carried}
+    dtypes = by_file(selection.dtypes, selection.parts) | {name: view.dtype for name, view in carried.items()}
     selection = replace(
         selection,
-        tensors={**stacked_views(selection.tensors, selection.parts), **carried},
-        dtypes={
-            **by_file(selection.dtypes, selection.parts),
-            **{name: view.dtype for name, view in carried.items()},
-        },
+        tensors={in_file(name): view for name, view in tensors.items()},
+        dtypes={in_file(name): dtype for name, dtype in dtypes.items()},
     )
     shards = _shards(selection, max_shard_bytes)
     names = [SINGLE_FILE] if len(shards) == 1 else [f"model-{n + 1:05d}-of-{len(shards):05d}.safetensors"
@@ -199,7 +199,7 @@ def plan_hugging_face(selection: Selection, max_shard_bytes: int) -> OutputPlan:
 
 def plan_adapters(adapters: StoredAdapters, dtype: torch.dtype | None) -> OutputPlan:
     """Plan a folder in peft's format: config and one file of tensors, each in its dtype if ``dtype`` is None."""
-    tensors = {PREFIX + name: view for name, view in adapters.views.items()}
+    tensors = {peft_name(adapters.map.model, name): view for name, view in adapters.views.items()}
     selection = Selection(tensors, {name: dtype or view.dtype for name, view in tensors.items()}, {})
     config = peft_config(adapters.map, str(adapters.base.absolute()))
     return OutputPlan([_safetensors(WEIGHTS_FILE, list(tensors), selection)], {CONFIG_FILE: _json(config)}, "")

@@ -59,7 +59,7 @@ class CheckpointSource:
     facts: Mapping[str, Any] = field(default_factory=dict)  # further facts of the format, for reports
     lacks: tuple[str, ...] = ()  # tensors that the config requires and the folder lacks: the head
     adapters: StoredAdapters | None = None  # the adapters, of a checkpoint that has only them
-    carried: Mapping[str, TensorView] = field(default_factory=dict)  # multi-token prediction layers, not trained
+    carried: Mapping[str, TensorView] = field(default_factory=dict)  # by Hugging Face name; not trained
     initial: Path | None = None  # initial model folder, if the checkpoint names it; it may not exist here
 
     @property

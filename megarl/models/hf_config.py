@@ -110,6 +110,9 @@ def parse_model_config(raw: Mapping[str, Any], *, may_be_bare: bool = False) -> 
         quantized=quantized,
     )
     _check_rotary_width(config)
+    if config.vision is not None and 2 * sum(config.vision.sections) != config.rotary_dim:
+        text = f"config.json: mrope_section={list(config.vision.sections)} has {sum(config.vision.sections)} pairs"
+        raise ModelError(f"{text} of the {config.rotary_dim} rotary dimensions of a head", code="model.rotary-width")
     return config
 
 

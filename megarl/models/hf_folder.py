@@ -1,8 +1,10 @@
 """Check a Hugging Face model folder by its file headers, without torch or weights, and identify its model.
 
-A file may stack a matrix or bias of all experts of a layer, in bfloat16 or MXFP4. The weight map has one tensor per
-expert: an entry of the file's tensor with the dimensions reversed, ``[experts, inputs, outputs]`` in the file for
-``[outputs, inputs]``.
+A file may stack a matrix or bias of all experts of a layer. The weight map has one tensor per expert. A family that
+declares it has an entry of the file's tensor with the dimensions reversed, in bfloat16 or MXFP4: ``[experts, inputs,
+outputs]`` in the file for ``[outputs, inputs]``. Files of other families may have transformers' own tensors,
+``[experts, outputs, inputs]`` with the gates above the up projections, as Qwen3.5 is published; exports have one tensor
+per expert.
 """
 
 from __future__ import annotations
@@ -11,8 +13,9 @@ import hashlib
 import json
 import math
 import os
+import re
 import struct
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -20,11 +23,13 @@ from typing import Any, NamedTuple
 from megarl.base.errors import ModelError
 from megarl.base.json_text import parse_json, read_json_object
 from megarl.models.hf_config import read_model_config
-from megarl.models.model_config import VALUE_MODELS, ModelConfig
-from megarl.models.registry import family_of
+from megarl.models.model_config import VALUE_MODELS, Experts, ModelConfig
+from megarl.models.registry import count, family_of, json_object
 from megarl.models.weight_map import WeightMap
 
 SINGLE_FILE = "model.safetensors"
+PROCESSOR_FILE = "preprocessor_config.json"
+"""Settings of the image processor."""
 INDEX_FILE = "model.safetensors.index.json"
 HEAD, SCORE, SCORE_BIAS = "lm_head.weight", "score.weight", "score.bias"
 EMBEDDING = "model.embed_tokens.weight"
@@ -38,6 +43,8 @@ BLOCK = 32
 """Neighbouring inputs that share a scale in MXFP4."""
 BLOCKS, SCALES = "_blocks", "_scales"
 """Suffixes of the two tensors that hold a matrix in MXFP4."""
+NESTED = {"model.language_model.": "model.", "model.visual.": "visual."}
+"""Starts of names in files that nest decoder and vision tower, with those of the weight map."""
 _HEAD_ALIASES = {"classifier.weight": SCORE, "classifier.bias": SCORE_BIAS}
 """Alternative names of the scalar head in checkpoints, with the names of the weight map."""
 
@@ -49,8 +56,8 @@ class TensorEntry(NamedTuple):
         dtype: safetensors' name, such as ``BF16``.
         stored_as: the tensor's name in the file, if it differs.
         offset: first byte of its elements in the file.
-        expert: its index in the file's tensor of all experts, whose other dimensions are in reverse order; None without
-            such a tensor.
+        expert: its index in the file's tensor of all experts; None without such a tensor.
+        first_row: its first row there; None if the other dimensions are in reverse order.
         whole: the file's tensor of all experts.
         scales: the file's scales of all experts, if ``whole`` has blocks in MXFP4; elements are then read as ``BF16``.
     """
@@ -62,6 +69,7 @@ class TensorEntry(NamedTuple):
     offset: int = 0
     nbytes: int = 0
     expert: int | None = None
+    first_row: int | None = None
     whole: TensorEntry | None = None
     scales: TensorEntry | None = None
 
@@ -104,6 +112,7 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
             _check_shape(tensors[name], name, shape)
     if SCORE in tensors:
         _check_scalar_head(tensors, config)
+    check_tower(folder, config, tensors)
     if config.tie_word_embeddings and HEAD in tensors and not equal_values(tensors[HEAD], tensors[EMBEDDING]):
         raise ModelError(
             f"{tensors[HEAD].file}: tensor '{HEAD}' differs from '{EMBEDDING}', but {folder / 'config.json'} has "
@@ -114,6 +123,46 @@ def check_model_folder(path: str | Path, *, may_lack_head: bool = False) -> Mode
     return ModelFolder(folder, config, tensors)
 
 
+def is_tower(config: ModelConfig, name: str) -> bool:
+    """Return whether a tensor belongs to the vision tower."""
+    return config.vision is not None and name.startswith(config.vision.prefix)
+
+
+def check_tower(folder: Path | str, config: ModelConfig, tensors: Iterable[str]) -> None:
+    """Check that a model's vision tower is there, with the same tensors in each of its blocks.
+
+    Shapes are checked when the tower is loaded (:func:`megarl.models.vision_tower.load_tower`).
+
+    Raises:
+        ModelError: the tower, or a tensor of a block, is missing; names it.
+    """
+    if config.vision is None:
+        return
+    prefix, depth = config.vision.prefix, count(config.vision.settings, "depth")
+    blocks: dict[str, set[str]] = {f"{prefix}blocks.{number}.": set() for number in range(depth)}
+    for name in tensors:
+        match = re.match(rf"{re.escape(prefix)}blocks\.\d+\.", name)
+        if match is not None:
+            blocks.setdefault(match[0], set()).add(name.removeprefix(match[0]))
+    every = set[str]().union(*blocks.values()) or {""}
+    lacking = [block + part for block, parts in blocks.items() for part in sorted(every - parts)]
+    if lacking:
+        text = f"model folder {folder} lacks tensors of the vision tower of {config.architecture}: '{lacking[0]}'"
+        raise ModelError(f"{text}; copy the weights of the original model there", code="model.vision-tower")
+
+
+def image_grid(path: str | Path) -> dict[str, Any]:
+    """Return the settings of a folder's image processor that decide the number of an image's tokens.
+
+    They are None in a folder without an image processor.
+    """
+    file = Path(path) / PROCESSOR_FILE
+    raw = read_json_object(file, ModelError) if file.is_file() else {}
+    size = json_object(raw, "size")
+    pixels = {"min_pixels": size.get("shortest_edge"), "max_pixels": size.get("longest_edge")}
+    return {name: raw.get(name, value) for name, value in {"patch_size": None, "merge_size": None, **pixels}.items()}
+
+
 def equal_values(first: TensorEntry, second: TensorEntry) -> bool:
     """Return whether two stored tensors have the same shape and elements; formats up to 32 bits may differ."""
     if first.shape != second.shape:
@@ -122,10 +171,10 @@ def equal_values(first: TensorEntry, second: TensorEntry) -> bool:
     with first.file.open("rb") as file, second.file.open("rb") as other:
         file.seek(first.offset)
         other.seek(second.offset)
-        count = max(1, math.prod(first.shape))
-        widths = first.nbytes // count, second.nbytes // count
-        for start in range(0, count, _COMPARED_BYTES):
-            size = min(_COMPARED_BYTES, count - start)
+        elements = max(1, math.prod(first.shape))
+        widths = first.nbytes // elements, second.nbytes // elements
+        for start in range(0, elements, _COMPARED_BYTES):
+            size = min(_COMPARED_BYTES, elements - start)
             values, others = file.read(size * widths[0]), other.read(size * widths[1])
             if read(values, first.dtype) != read(others, second.dtype):
                 return False
@@ -144,6 +193,8 @@ def _as_float32(values: bytes, dtype: str) -> bytes:
 def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
     """Replace tensors of a layer's experts by one entry per expert, under the weight map's names."""
     parts = stacked_parts(config)
+    if config.experts is not None and not parts:
+        _split_experts(tensors, config, config.experts)
     for name, part in parts.items():
         if part.name in tensors:
             tensors[name] = _expert_entry(tensors[part.name], part, config)
@@ -153,6 +204,29 @@ def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str
         for suffix in ("", BLOCKS, SCALES):
             tensors.pop(stacked + suffix, None)
     return tensors
+
+
+def _split_experts(tensors: dict[str, TensorEntry], config: ModelConfig, experts: Experts) -> None:
+    """Replace transformers' tensors of all experts of a decoder layer by one entry per matrix."""
+    shapes = {
+        "gate_up_proj": (experts.count, 2 * experts.ffn_hidden_size, config.hidden_size),
+        "down_proj": (experts.count, config.hidden_size, experts.ffn_hidden_size),
+    }
+    for name in [name for name in tensors if re.fullmatch(r"model\.layers\..*\.experts\.(gate_up|down)_proj", name)]:
+        whole, (block, _, kind) = tensors.pop(name), name.rpartition(".")
+        _check_shape(whole, name, shapes[kind])
+        matrices = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
+        rows, nbytes = whole.shape[1] // len(matrices), whole.nbytes // (experts.count * len(matrices))
+        for expert in range(experts.count):
+            for number, matrix in enumerate(matrices):
+                tensors[f"{block}.{expert}.{matrix}.weight"] = whole._replace(
+                    shape=(rows, whole.shape[2]),
+                    stored_as=whole.stored_as or name,
+                    offset=whole.offset + (expert * len(matrices) + number) * nbytes,
+                    nbytes=nbytes,
+                    expert=expert,
+                    first_row=number * rows,
+                )
 
 
 def _expert_entry(whole: TensorEntry, part: StackedPart, config: ModelConfig) -> TensorEntry:
@@ -166,7 +240,7 @@ def _expert_entry(whole: TensorEntry, part: StackedPart, config: ModelConfig) ->
     nbytes = whole.nbytes // config.experts.count
     return whole._replace(
         shape=whole.shape[:0:-1],
-        stored_as=part.name,
+        stored_as=whole.stored_as or part.name,
         offset=whole.offset + part.expert * nbytes,
         nbytes=nbytes,
         expert=part.expert,
@@ -185,8 +259,8 @@ def _mxfp4_entry(blocks: TensorEntry, scales: TensorEntry, part: StackedPart, co
     return entry._replace(
         shape=(*scales.shape[1:-1], scales.shape[-1] * BLOCK),
         dtype="BF16",
-        stored_as=part.name + BLOCKS,
-        scales=scales._replace(stored_as=part.name + SCALES),
+        stored_as=blocks.stored_as or part.name + BLOCKS,
+        scales=scales._replace(stored_as=scales.stored_as or part.name + SCALES),
     )
 
 
@@ -219,9 +293,41 @@ def _check_shape(entry: TensorEntry, name: str, shape: tuple[int, ...]) -> None:
 def tensor_entries(folder: Path, *, required: bool = False) -> dict[str, TensorEntry]:
     """Return a folder's tensors by name, also those outside the model; empty without weights or folder.
 
+    Names are those of the weight map, in folders that nest them (:data:`NESTED`), too.
+
     Raises:
-        ModelError: a weight file is missing or damaged, or there is none and weights are ``required``.
+        ModelError: a weight file is missing or damaged, a tensor is there under two names, or there is no weight file
+            and weights are ``required``.
     """
+    entries = _stored_entries(folder, required=required)
+    named: dict[str, TensorEntry] = {}
+    for name, entry in entries.items():
+        plain = plain_name(name)
+        if plain in named:
+            text = f"{entry.file}: '{name}' and '{named[plain].stored_as or plain}' are names of one tensor"
+            raise ModelError(f"{text}; remove one", code="model.tensor-twice")
+        named[plain] = entry if plain == name else entry._replace(stored_as=name)
+    return named
+
+
+def plain_name(name: str) -> str:
+    """Return a tensor's name without the nesting of :data:`NESTED`."""
+    nested = next((start for start in NESTED if name.startswith(start)), "")
+    return NESTED.get(nested, "") + name.removeprefix(nested)
+
+
+def nested_name(name: str) -> str:
+    """Return a tensor's name with the nesting of :data:`NESTED`; the output layer has none."""
+    nested = next((start for start, plain in NESTED.items() if name.startswith(plain)), "")
+    return nested + name.removeprefix(NESTED.get(nested, ""))
+
+
+def name_in_file(config: ModelConfig, name: str) -> str:
+    """Return the name that an exported file has for a tensor of the weight map."""
+    return nested_name(name) if config.vision is not None and config.vision.nested else name
+
+
+def _stored_entries(folder: Path, *, required: bool) -> dict[str, TensorEntry]:
     index = folder / INDEX_FILE
     if not index.is_file():
         if (folder / SINGLE_FILE).is_file():

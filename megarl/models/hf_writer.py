@@ -33,6 +33,7 @@ from megarl.models.hf_folder import (
     SINGLE_FILE,
     ModelFolder,
     file_shapes,
+    name_in_file,
     stacked_parts,
     tensor_entries,
 )
@@ -49,6 +50,9 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
+    "preprocessor_config.json",
+    "video_preprocessor_config.json",
+    "processor_config.json",
     GENERATION_FILE,
 )
 """Files copied from the source folder of a model; weights and config are written separately."""
@@ -133,7 +137,8 @@ class HFWriter:
     """Stream an export: write a shard file, and free its memory, as soon as its tensors are complete.
 
     A value head on a language model is exported as a token classification model with a zero bias
-    (:func:`exported_config`). Multi-token prediction layers are copied unchanged (:mod:`megarl.models.multi_token`).
+    (:func:`exported_config`). Multi-token prediction layers and a frozen vision tower are copied unchanged
+    (:mod:`megarl.models.multi_token`).
 
     A context manager. All files go to a hidden folder next to ``path``, which is renamed if the block succeeds and
     removed if it fails, so ``path`` is never incomplete.
@@ -144,13 +149,14 @@ class HFWriter:
         float32: names of the tensors that arrive in float32 with every weight dtype. They are written in the dtype of
             ``copy_from`` if it holds their values exactly.
         max_shard_bytes: size limit of a shard file.
-        copy_from: the initial model folder, source of tokenizer, chat template, generation config and multi-token
-            prediction layers; None = no copies.
+        copy_from: the initial model folder, source of tokenizer, chat template, generation config and carried tensors;
+            None = no copies.
         overwrite: replace an existing ``path``; a reader sees the old folder or the new one.
 
     Raises:
         CheckpointError: ``path`` exists and ``overwrite`` is off; at the end of the block, if an element of a tensor
             is missing.
+        ModelError: ``copy_from`` lacks the vision tower.
         ExportError: a file cannot be written; in every method.
     """
 
@@ -290,7 +296,8 @@ class HFWriter:
         self._unwritten[shard].remove(name)
         if not self._unwritten[shard]:
             names = [n for n, s in self._shard_of.items() if s == shard]
-            tensors = {n: self._in_file_dtype(n, self._assemblies.pop(n)[0]) for n in names}
+            by_name = {n: self._in_file_dtype(n, self._assemblies.pop(n)[0]) for n in names}
+            tensors = {name_in_file(self._config, name): tensor for name, tensor in by_name.items()}
             self._nbytes += sum(tensor.nbytes for tensor in tensors.values())
             with self._writing():
                 save_file(tensors, str(self._folder / self._file_name(shard)), metadata={"format": "pt"})
@@ -329,7 +336,8 @@ class HFWriter:
                 code="checkpoint.export-incomplete",
             )
         if len(self._unwritten) > 1:
-            file_of = {name: self._file_name(shard) for name, shard in self._shard_of.items()}
+            placed = self._shard_of.items()
+            file_of = {name_in_file(self._config, name): self._file_name(shard) for name, shard in placed}
             self._write_json(INDEX_FILE, {"metadata": {"total_size": self._nbytes}, "weight_map": file_of})
         self._write_json("config.json", exported_config(self._config, self._shapes, self._dtype))
         if self._copy_from is not None:
@@ -341,7 +349,7 @@ class HFWriter:
         replace_folder(self._folder, self.path)
 
     def _add_carried(self) -> None:
-        """Copy the multi-token prediction layers."""
+        """Copy the carried tensors."""
         reader = HFReader(ModelFolder(self._copy_from or Path(), self._config, self._carried))
         for name, entry in self._carried.items():
             zeros = (0,) * len(entry.shape)

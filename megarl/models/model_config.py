@@ -151,9 +151,11 @@ class Vision:
     tower: str
     """transformers' class of the tower, after the name of its module, such as ``qwen2_5_vl``."""
     prefix: str
-    """Start of the names of the tower's tensors in the checkpoint."""
+    """Start of the names of the tower's tensors; without the nesting of :data:`~megarl.models.hf_folder.NESTED`."""
     sections: tuple[int, int, int]
     """Number of pairs of dimensions that rotate by time, height and width."""
+    nested: bool = False
+    """Exported files have the names of :data:`~megarl.models.hf_folder.NESTED`."""
     interleaved: bool = False
     """The three kinds of pairs alternate as long as there are pairs of all, and do not follow one another."""
     deepstack: int = 0
@@ -318,8 +320,9 @@ class ModelConfig(Traits):
 def decoder_settings(raw: Mapping[str, Any]) -> dict[str, Any]:
     """Return the fields of ``config.json``, those of :data:`TEXT_SECTION` at the top level.
 
-    A field at the top level takes precedence if it describes the whole model: ``tie_word_embeddings``.
+    A field at the top level takes precedence if it describes the whole model: ``tie_word_embeddings``. Null in the
+    section is absent: releases of transformers write it there for fields of the whole model, such as image tokens.
     """
-    section = raw.get(TEXT_SECTION) or {}
-    tied = {name: raw[name] for name in ("architectures", "tie_word_embeddings") if name in raw}
-    return {**raw, **section, **tied}
+    section = {name: value for name, value in (raw.get(TEXT_SECTION) or {}).items() if value is not None}
+    whole = {name: raw[name] for name in ("architectures", "tie_word_embeddings") if name in raw}
+    return {**raw, **section, **whole}

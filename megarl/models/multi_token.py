@@ -1,7 +1,8 @@
-"""Multi-token prediction (MTP) layers, which are not trained: exports carry their tensors over from the initial folder.
+"""Tensors that are not trained, which exports carry over from the initial folder bit for bit, in their own dtype.
 
-Speculative decoding uses these layers. DeepSeek-V3 and GLM-4.5 have them after the last decoder layer
-(``model.layers.<num_hidden_layers>``, ``num_nextn_predict_layers`` of them), Qwen3-Next and Qwen3.5 under ``mtp``.
+They are the frozen vision tower, and multi-token prediction (MTP) layers, which speculative decoding uses. DeepSeek-V3
+and GLM-4.5 have these after the last decoder layer (``model.layers.<num_hidden_layers>``, ``num_nextn_predict_layers``
+of them), Qwen3-Next and Qwen3.5 under ``mtp``.
 """
 
 from __future__ import annotations
@@ -12,8 +13,17 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ModelError
-from megarl.models.hf_folder import HEAD, SCORE, SCORE_BIAS, ModelFolder, TensorEntry, tensor_entries
-from megarl.models.model_config import ModelConfig
+from megarl.models.hf_folder import (
+    HEAD,
+    SCORE,
+    SCORE_BIAS,
+    ModelFolder,
+    TensorEntry,
+    check_tower,
+    is_tower,
+    tensor_entries,
+)
+from megarl.models.model_config import TEXT_SECTION, ModelConfig
 from megarl.models.weight_map import WeightMap
 
 _AFTER_LAST, _SEPARATE = ("num_nextn_predict_layers", "num_mtp_layers"), "mtp_num_hidden_layers"
@@ -30,13 +40,21 @@ def is_multi_token(config: ModelConfig, name: str) -> bool:
     return any(name.startswith(f"model.layers.{layer}.") for layer in range(first, first + count))
 
 
+def is_carried(config: ModelConfig, name: str, *, scalar_head: bool = False) -> bool:
+    """Return whether exports take a Hugging Face tensor from the initial folder.
+
+    Models with a scalar head predict no tokens and have no multi-token prediction layers, but they see images.
+    """
+    return is_tower(config, name) or (not scalar_head and is_multi_token(config, name))
+
+
 def unused_tensors(folder: ModelFolder) -> list[str]:
-    """Return the tensors that no load reads: neither the model's, nor a head, nor multi-token prediction layers'."""
+    """Return the tensors that nothing reads: neither the model's, nor a head, nor carried ones."""
     config = folder.config
     known = {*WeightMap(config, value_head=config.is_value_model).hf_shapes(), SCORE, SCORE_BIAS}
     if config.tie_word_embeddings:
         known.add(HEAD)
-    return sorted(name for name in folder.tensors.keys() - known if not is_multi_token(config, name))
+    return sorted(name for name in folder.tensors.keys() - known if not is_carried(config, name))
 
 
 def warn_of_unused(folder: str | Path, names: Sequence[str]) -> None:
@@ -51,24 +69,27 @@ def warn_of_unused(folder: str | Path, names: Sequence[str]) -> None:
 
 
 def carried_tensors(folder: Path | None, config: ModelConfig, exported: Collection[str]) -> dict[str, TensorEntry]:
-    """Return the multi-token prediction tensors that an export takes from the initial folder.
+    """Return the tensors that an export takes from the initial folder (:func:`is_carried`).
 
-    Models with a scalar head have none: they predict no tokens. If the folder is gone or lacks layers that the config
-    announces, a warning names it, and the exported config announces none (:func:`with_multi_token_layers`).
+    If the folder is gone or lacks multi-token prediction layers that the config announces, a warning names it, and the
+    exported config announces none (:func:`with_multi_token_layers`).
 
     Args:
         folder: the initial model folder; it may be damaged, lack weights, or not exist. None = unknown.
         exported: names of the other exported tensors.
+
+    Raises:
+        ModelError: the folder lacks the vision tower, or a tensor of it.
     """
-    if SCORE in exported:
-        return {}
     carried, name = dict[str, TensorEntry](), str(folder or "the initial model folder")
+    scalar_head = SCORE in exported
     try:
         entries = {} if folder is None else tensor_entries(folder)
-        carried = {tensor: entry for tensor, entry in entries.items() if is_multi_token(config, tensor)}
+        carried = {n: entry for n, entry in entries.items() if is_carried(config, n, scalar_head=scalar_head)}
     except ModelError as error:
         name = f"{error.text}; {name}"
-    if not carried:
+    check_tower(name, config, carried)
+    if not scalar_head and not any(is_multi_token(config, tensor) for tensor in carried):
         warn_of_missing_layers(config, name)
     return carried
 
@@ -89,7 +110,10 @@ def with_multi_token_layers(raw: Mapping[str, Any], config: ModelConfig, exporte
     """Return an exported ``config.json``, which announces only layers whose tensors are there."""
     if any(is_multi_token(config, name) for name in exported):
         return dict(raw)
-    return {key: 0 if key in (*_AFTER_LAST, _SEPARATE) else value for key, value in raw.items()}
+    result = {key: 0 if key in (*_AFTER_LAST, _SEPARATE) else value for key, value in raw.items()}
+    if isinstance(raw.get(TEXT_SECTION), Mapping):
+        result[TEXT_SECTION] = with_multi_token_layers(raw[TEXT_SECTION], config, ())
+    return result
 
 
 def announced_layers(config: ModelConfig) -> str:

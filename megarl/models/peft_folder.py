@@ -15,13 +15,18 @@ from megarl.models.hf_folder import (
     TensorEntry,
     check_model_folder,
     equal_values,
+    nested_name,
+    plain_name,
     read_header,
 )
+from megarl.models.model_config import ModelConfig
 from megarl.models.registry import count, flag, number
 
 CONFIG_FILE, WEIGHTS_FILE = "adapter_config.json", "adapter_model.safetensors"
 PREFIX = "base_model.model."
 """Prefix of a tensor's name in peft's files."""
+_TOWER = r".*\bvisual\..*"
+"""Modules of a vision tower, by peft's rule for a string."""
 _KEY = "lora_adapter_path"
 _READ = {"peft_type", "base_model_name_or_path", "r", "lora_alpha", "use_rslora", "use_dora"}
 _WITHOUT_EFFECT = {
@@ -72,7 +77,7 @@ class AdapterFolder:
             stored = read_header(self.path / WEIGHTS_FILE)
         except ModelError as error:
             raise ConfigError(f"{_KEY}={path}: {error.text}", code=error.code) from None
-        tensors = {name.removeprefix(PREFIX): entry._replace(stored_as=name) for name, entry in stored.items()}
+        tensors = {plain_name(n.removeprefix(PREFIX)): entry._replace(stored_as=n) for n, entry in stored.items()}
         self.base_weights = {n.replace(_BASE_WEIGHT, "."): e for n, e in tensors.items() if _is_base_weight(n)}
         """Copies of base weights: peft adds an adapted output layer and resized embeddings."""
         self.tensors: dict[str, TensorEntry] = {n: e for n, e in tensors.items() if not _is_base_weight(n)}
@@ -183,15 +188,25 @@ def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "target_modules": _peft_targets(adapters),
+        # The tower's layers may have the names of the decoder's.
+        **({} if adapters.model.vision is None else {"exclude_modules": _TOWER}),
         "modules_to_save": ["score"] if head else None,
         "inference_mode": True,
     }
 
 
+def peft_name(config: ModelConfig, name: str) -> str:
+    """Return an adapter's name in peft's files: the path of its module in transformers, which nests a decoder."""
+    return PREFIX + (name if config.vision is None else nested_name(name))
+
+
 def _peft_targets(adapters: AdapterMap) -> list[str]:
     """Names that peft's rule matches to exactly the adapted layers: last parts where possible."""
-    adapted = [name.removesuffix(".weight") for name in adapters.targets]
-    others = {name.removesuffix(".weight") for name in adapters.base_shapes} - set(adapted)
+    adapted, every = (
+        [peft_name(adapters.model, name).removeprefix(PREFIX).removesuffix(".weight") for name in names]
+        for names in (adapters.targets, adapters.base_shapes)
+    )
+    others = set(every) - set(adapted)
     ambiguous = {name.rpartition(".")[2] for name in others}
     return list(dict.fromkeys(name if (last := name.rpartition(".")[2]) in ambiguous else last for name in adapted))
 

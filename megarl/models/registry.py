@@ -6,7 +6,7 @@ Published architectures that megarl cannot compute are listed with the parts tha
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Protocol, TypeVar
 
 from megarl.base.errors import ModelError
@@ -338,15 +338,18 @@ def rotary_factor(raw: Mapping[str, Any], default: float = 1.0) -> float:
     return next(found, default)
 
 
-def position_sections(raw: Mapping[str, Any]) -> tuple[int, int, int]:
+def position_sections(raw: Mapping[str, Any], default: tuple[int, int, int] | None = None) -> tuple[int, int, int]:
     """Read ``mrope_section``, the pairs of dimensions that rotate by time, height and width.
+
+    Args:
+        default: value of an absent field; None = the field is required.
 
     Raises:
         ModelError: it is missing, or not three positive numbers.
     """
-    section = entries(rope_section(raw), "mrope_section", int)
+    section: Sequence[int] = entries(rope_section(raw), "mrope_section", int) or default or ()
     if len(section) != 3 or min(section) < 1:
-        raise _wrong(_CONFIG, "mrope_section", section or None, "three positive numbers")
+        raise _wrong(_CONFIG, "mrope_section", list(section) or None, "three positive numbers")
     return section[0], section[1], section[2]
 
 

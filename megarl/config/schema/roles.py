@@ -108,6 +108,11 @@ class ActorConfig(UpdateBatchConfig):
         "Mask tool results and retrieved documents in losses, KL, advantages and entropy; they stay in the context. "
         "false = train on them like on the policy's tokens.",
     )
+    freeze_vision_tower: bool = key(
+        False,
+        "Leave the vision tower of a model with images as it is; required for such a model, as megarl does not train "
+        "towers yet, and refused for others. Adapters (`lora_rank`) are on the decoder alone.",
+    )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     router_replay: RouterReplayConfig = section(RouterReplayConfig)
     optim: OptimConfig = section(OptimConfig)

@@ -21,7 +21,7 @@ _ADAM = (
 _FLOAT32 = "the optimizer state is float32, as in Megatron with this key and default dtypes"
 _SEEDS = "every rank draws from trainer.seed"
 _MERGED = "weights are merged while they are sent to the engine"
-_NO_VISION = "megarl has no vision models"
+_FROZEN_TOWER = "adapters are on the decoder alone, and the vision tower stays as it is"
 _ACTOR_REPLAYS = "only the actor's update replays routes: set actor_rollout_ref.actor.router_replay.mode"
 _NO_FILES = "routes travel with the samples, not through files"
 
@@ -143,13 +143,16 @@ _LORA: dict[str, Rule] = {
     "lora.lora_B_init_method": Only(("zero",), "B starts at zero, so that the first policy is the base model"),
     "lora.a2a_experimental": Only((False,), "the token dispatcher is all-to-all"),
     "lora.dtype": Refused("adapters have the weights' number format, megatron.dtype, and float32 optimizer state"),
-    **_each("lora.freeze_vision_model lora.freeze_vision_projection", NoEffect(_NO_VISION)),
+    **_each("lora.freeze_vision_model lora.freeze_vision_projection", Only((True,), _FROZEN_TOWER)),
     "lora.freeze_language_model": NoEffect("only adapters are trained"),
 }
 _MODEL |= _LORA
 
-ADAPTER_KIND = Values(meanings={"canonical_lora": "lora"}, refused={"vlm_lora": _NO_VISION})
-"""verl's values of `lora.type`: each Hugging Face tensor always has an A and a B, also in Megatron's fused layers."""
+ADAPTER_KIND = Values(meanings={"canonical_lora": "lora", "vlm_lora": "lora"})
+"""verl's values of `lora.type`: each Hugging Face tensor always has an A and a B, also in Megatron's fused layers.
+
+Adapters are always on the decoder alone, as with `vlm_lora` and a frozen vision model.
+"""
 
 OPTIM_MEANINGS: Mapping[str, Mapping[Any, Any]] = {
     "lr_warmup_steps": {None: -1},
@@ -177,7 +180,6 @@ _ACTOR_ONLY: dict[str, Rule] = {
     "model_engine": Only(("megatron",), "megarl trains with Megatron"),
     "calculate_entropy": NoEffect("megarl always computes the entropy"),
     **_EXACT_ENTROPY,
-    "freeze_vision_tower": Only((False,), _NO_VISION),
     "qat.*": _NO_QAT,
     **_each("router_replay.record_file router_replay.replay_file", Only((), _NO_FILES)),
     "policy_loss.dro_beta": Refused("megarl has no DRO loss; see policy_loss.loss_mode"),

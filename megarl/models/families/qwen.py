@@ -1,8 +1,9 @@
-"""Qwen2 and Qwen3, dense and with experts, and Qwen2.5-VL; Qwen3-Next and the text models of Qwen3.5."""
+"""Qwen2 and Qwen3, dense and with experts, and Qwen2.5-VL; Qwen3-Next; Qwen3.5 with images, and its text models."""
 
 from __future__ import annotations
 
 from collections.abc import Mapping
+from dataclasses import replace
 from typing import Any
 
 from megarl.base.errors import ModelError
@@ -18,6 +19,7 @@ from megarl.models.registry import (
     refuse_settings,
     register_family,
     require_fields,
+    rope_section,
     rotary_factor,
 )
 
@@ -80,13 +82,7 @@ class Qwen25VL:
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Biases on q, k, v always; contiguous sections of positions."""
         refuse_settings(raw, hidden_act="silu", use_sliding_window=False)
-        vision = Vision(
-            image_token=count(raw, "image_token_id", 151655, least=0),
-            tower="qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel",
-            prefix="visual.",
-            sections=position_sections(raw),
-            settings=dict(json_object(raw, "vision_config")),
-        )
+        vision = _vision(raw, "qwen2_5_vl.Qwen2_5_VisionTransformerPretrainedModel", image_token=151655)
         return Traits(qkv_bias=True, rope_theta=1000000.0, rms_norm_eps=1e-5, vision=vision)
 
 
@@ -104,7 +100,9 @@ class Qwen3VL:
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Norms on q and k; alternating sections of positions."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False)
-        return Traits(qk_norm=True, rope_theta=500000.0, vision=_deepstack_vision(raw, "qwen3_vl.Qwen3VLVisionModel"))
+        vision = _vision(raw, "qwen3_vl.Qwen3VLVisionModel", image_token=151655, interleaved=(24, 20, 20))
+        layers = entries(vision.settings, "deepstack_visual_indexes", int) or (8, 16, 24)
+        return Traits(qk_norm=True, rope_theta=500000.0, vision=replace(vision, deepstack=len(layers)))
 
 
 @register_family("Qwen2MoeForCausalLM", "Qwen2MoeForSequenceClassification", "Qwen2MoeForTokenClassification")
@@ -175,16 +173,54 @@ class Qwen35Moe:
         return _hybrid_traits(raw, _experts(raw, 8, 512, normalize=True, shared=512), grouped=False)
 
 
-def _deepstack_vision(raw: Mapping[str, Any], tower: str) -> Vision:
-    settings = json_object(raw, "vision_config")
+@register_family("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification")
+class Qwen35VL(Qwen35):
+    """The dense models of Qwen3.5 as published: with images.
+
+    transformers has no class with a scalar head for tokens; megarl writes critics under the usual name, and reads them.
+    """
+
+    name = "qwen3_5_vl"
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Interleaved sections of positions; names in files are nested."""
+        vision = _vision(raw, "qwen3_5.Qwen3_5VisionModel", image_token=248056, interleaved=(11, 11, 10))
+        return replace(super().traits(raw), text_suffix="", vision=vision)
+
+
+@register_family(
+    "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForSequenceClassification", "Qwen3_5MoeForTokenClassification"
+)
+class Qwen35MoeVL(Qwen35Moe):
+    """The models of Qwen3.5 with experts as published: with images."""
+
+    name = "qwen3_5_moe_vl"
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Interleaved sections of positions; names in files are nested."""
+        vision = _vision(raw, "qwen3_5_moe.Qwen3_5MoeVisionModel", image_token=248056, interleaved=(11, 11, 10))
+        return replace(super().traits(raw), vision=vision)
+
+
+def _vision(
+    raw: Mapping[str, Any], tower: str, *, image_token: int, interleaved: tuple[int, int, int] | None = None
+) -> Vision:
+    """Read the traits of a model with images.
+
+    Args:
+        tower: transformers' class.
+        image_token: default of ``image_token_id``.
+        interleaved: default sections of positions that interleave, in files with nested names.
+    """
+    refuse_settings(rope_section(raw), mrope_interleaved=interleaved is not None)
     return Vision(
-        image_token=count(raw, "image_token_id", 151655, least=0),
+        image_token=count(raw, "image_token_id", image_token, least=0),
         tower=tower,
-        prefix="model.visual.",
-        sections=position_sections(raw),
-        interleaved=True,
-        deepstack=len(entries(settings, "deepstack_visual_indexes", int)),
-        settings=dict(settings),
+        prefix="visual.",
+        sections=position_sections(raw, interleaved),
+        nested=interleaved is not None,
+        interleaved=interleaved is not None,
+        settings=dict(json_object(raw, "vision_config")),
     )
 
 

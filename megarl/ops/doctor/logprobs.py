@@ -259,14 +259,19 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
 
     Args:
         model: Hugging Face folder of the weights at the beginning of the step.
-        rows: maximum number of rows to analyse.
+        rows: maximum number of rows to analyse; rows with images, which a dump does not contain, are left out.
 
     Raises:
         DataError, ModelError: the dump or the model cannot be read, or they do not match.
     """
     whole = RolloutDump.load(path)
-    columns = [field.name for field in dataclasses.fields(whole) if field.name != "metadata"]
-    dump = dataclasses.replace(whole, **{name: getattr(whole, name)[:rows] for name in columns})
+    chosen = [row for row, ids in enumerate(whole.prompts) if ids.min(initial=0) >= 0][:rows]
+    if len(whole) and not chosen:
+        text = f"{path}: every row has an image, and a dump contains none; expected at least one row of text only"
+        raise DataError(text, code="doctor.rows-with-images")
+    columns = [field.name for field in dataclasses.fields(whole) if field.name not in ("metadata", "weight_versions")]
+    values: dict[str, Any] = {name: [getattr(whole, name)[row] for row in chosen] for name in columns}
+    dump = dataclasses.replace(whole, **values, weight_versions=whole.weight_versions[chosen])
     engine, actor = (_generated(dump, name) for name in ("rollout_log_probs", "old_log_probs"))
     if len(engine) == 0:
         raise DataError(f"{path} has no generated token", code="doctor.no-generated-token")
@@ -288,12 +293,13 @@ class ReferenceModel:
     """
 
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
-        from transformers import AutoModelForCausalLM
+        from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
+        local = {"local_files_only": True, "trust_remote_code": False}
         try:
-            model: Any = AutoModelForCausalLM.from_pretrained(
-                str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False
-            )
+            sees_images = hasattr(AutoConfig.from_pretrained(str(folder), **local), "vision_config")
+            kind: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
+            model = kind.from_pretrained(str(folder), dtype=dtype, **local)
         except Exception as error:  # a malformed file raises any error there
             raise ModelError(
                 f"cannot load a language model from {folder}: {error}", code="doctor.model-not-loaded"

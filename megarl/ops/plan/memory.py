@@ -12,7 +12,7 @@ from megarl.config.schema.jobs import ACTOR, ROLLOUT
 from megarl.ops.plan.generation import KVCacheCapacity, kv_cache_capacity
 from megarl.ops.plan.job import PlannedJob, PlannedRole, PlannedRollout
 from megarl.ops.plan.pass_activations import PassActivations, padded_vocab, pass_activations
-from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes
+from megarl.ops.plan.states import RankStates, StateCounter, rollout_weight_bytes, tower_bytes
 from megarl.workers.settings import needed_store_bytes
 
 HOST_CHUNK = 2**28  # chunk size, in bytes, in which host memory is allocated for offloaded states
@@ -27,8 +27,8 @@ class Component(NamedTuple):
 
     The owner is a role, ``rollout`` or ``sync``. Names are ``weights``, ``gradients``, ``optimizer``, ``activations``
     (saved for the backward), ``logits`` or ``working`` (whichever is larger at the peak), ``kv_cache``, ``buckets``,
-    ``matrices before FP8``, ``reference head``, ``teacher heads``; in host memory also ``reference copy``, ``proximal
-    copy`` and ``swapped weights``.
+    ``matrices before FP8``, ``reference head``, ``teacher heads``, ``vision tower``; in host memory also ``reference
+    copy``, ``proximal copy``, ``swapped weights`` and ``image features``.
     """
 
     owner: str
@@ -235,6 +235,8 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
     updates = planned is not None and planned.updates
     if planned is not None or sends or not megatron.param_offload:
         yield Component(role.name, "weights", states.weights)
+    if stage.stage == 0:
+        yield Component(role.name, "vision tower", tower_bytes(role.model, role.dtype_bytes))
     activations = stage.activations[phase] if planned is not None else None
     # The optimizer of a single step is onloaded after the activations are freed.
     single_step = planned is not None and megatron.optimizer_offload and planned.optimizer_steps == 1
@@ -286,6 +288,8 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> t
                     totals[role.name, "teacher heads"] += teacher_head_bytes(role)
                 if role.name == "actor" and (routes := _routes(job, role)):
                     totals[role.name, "routes"] += routes
+                if stage == 0 and (features := _image_features(job, role)):
+                    totals[role.name, "image features"] += features
                 if role.megatron.param_offload:
                     totals[role.name, "weights"] += _in_chunks(states.weights)
                 if role.megatron.optimizer_offload:
@@ -303,6 +307,14 @@ def _host(job: PlannedJob, roles: Mapping[str, RoleMemory], node_size: int) -> t
         parts = [Component(owner, name, size) for (owner, name), size in totals.items()]
         nodes.append(tuple(sorted(parts, key=lambda part: -part.nbytes)))
     return max(nodes, key=lambda parts: sum(part.nbytes for part in parts))
+
+
+def _image_features(job: PlannedJob, role: PlannedRole) -> int:
+    """Return the bytes of the image features of a step on a rank, if images fill its prompts."""
+    if role.model.vision is None or job.rollout is None:
+        return 0
+    tokens = -(-job.rollout.prompts // role.layout.dp) * job.longest_prompt
+    return tokens * role.model.hidden_size * role.dtype_bytes
 
 
 def _routes(job: PlannedJob, role: PlannedRole) -> int:

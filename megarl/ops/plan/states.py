@@ -17,6 +17,7 @@ from megarl.base.formatting import DTYPE_BYTES
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap
 from megarl.models.adapters import AdapterMap
 from megarl.models.declaration import FP8_BLOCK
+from megarl.models.tower_class import tower_parameters
 from megarl.ops.plan.job import PlannedRole
 
 FLOAT32 = 4
@@ -177,9 +178,21 @@ class StateCounter:
         return any(self._map.is_float32(piece.hf_name) for piece in param.pieces)
 
 
+def tower_bytes(model: ModelConfig, width: int) -> int:
+    """Return the weight bytes of a model's vision tower, which no rank splits; 0 for a model of text.
+
+    Args:
+        width: bytes of an element.
+    """
+    return 0 if model.vision is None else width * tower_parameters(model.vision)
+
+
 def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str, *, fp8: bool = False) -> int:
-    """Return the weight bytes of an engine's rank, with ``fp8`` matrices of linear layers in blockwise FP8."""
-    total = 0
+    """Return the weight bytes of an engine's rank, with ``fp8`` matrices of linear layers in blockwise FP8.
+
+    The vision tower counts in full, also where the engine splits it.
+    """
+    total = tower_bytes(model, DTYPE_BYTES[dtype])
     for pattern in WeightMap(model).patterns(ParallelLayout(), tp):
         pieces = pattern.targets[rank % len(pattern.targets)]
         if fp8 and pattern.linear:

@@ -32,6 +32,7 @@ from megarl.config.schema.jobs import JobConfig, SupervisedConfig, own_pools
 from megarl.config.stored import output_files, output_folders
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
+from megarl.models.hf_folder import image_grid
 from megarl.models.multi_token import unused_tensors, warn_of_unused
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.output_folders import check_output_files
@@ -122,6 +123,7 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
     _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
     _check_adapters(policy.model.path, policy.model, policy.actor.megatron, "actor_rollout_ref.model", weights=weights)
     check_router_replay(read_model_config(policy.model.path), policy.actor.router_replay.mode)
+    _check_frozen_tower(config)
     if config.uses_reference and policy.ref.megatron is not None:
         _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
     if config.uses_critic:
@@ -160,6 +162,7 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
                 f"{field}.model_path={path} has a scalar head; a teacher is a language model",
                 code="teacher.scalar-head",
             )
+        _check_images_of_teacher(student, path, f"{field}.model_path")
         tokens = min(model.vocab_size, vocab_size)
         if loss.reads_teacher_hidden and tokens < vocab_size:
             raise ConfigError(
@@ -176,6 +179,35 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
             )
         _check_model(path, teacher.megatron, f"{field}.megatron", weights=weights)
     return list(teachers.values())
+
+
+def _check_frozen_tower(config: TrainConfig) -> None:
+    """Check that the policy's vision tower is frozen, and that a policy without one does not freeze it."""
+    policy = config.actor_rollout_ref
+    model, frozen = read_model_config(policy.model.path), policy.actor.freeze_vision_tower
+    key = f"actor_rollout_ref.actor.freeze_vision_tower={str(frozen).lower()}"
+    if model.vision is None and frozen:
+        text = f"{key} has no effect: {model.architecture} of {policy.model.path} has no vision tower; remove the key"
+        raise ConfigError(text, code="image.no-tower")
+    if model.vision is not None and not frozen and not policy.model.lora_rank:
+        text = f"{key}: training the vision tower of {model.architecture} is not supported yet; set it to true"
+        raise ConfigError(text, code="image.trained-tower")
+
+
+def _check_images_of_teacher(student: str, teacher: str, key: str) -> None:
+    """Check that a teacher sees the student's images, with the same number of tokens."""
+    models = [read_model_config(path) for path in (student, teacher)]
+    if models[0].vision is None:
+        return
+    tokens = [model.vision and model.vision.image_token for model in models]
+    grids = [image_grid(path) for path in (student, teacher)]
+    for name, values in {"image_token_id": tokens, **{n: [grid[n] for grid in grids] for n in grids[0]}}.items():
+        if values[0] != values[1]:
+            raise ConfigError(
+                f"{key}={teacher}: {name} is {values[1]}, and {values[0]} in the policy {student}, whose images the "
+                "teacher would not see with the same tokens; take a teacher with the same image processor",
+                code="teacher.other-images",
+            )
 
 
 def _check_export(folder: str | None, models: Sequence[str]) -> None:

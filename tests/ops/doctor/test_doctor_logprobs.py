@@ -8,8 +8,10 @@ from typing import Any
 import numpy as np
 import pytest
 import torch
+from support.vision_models import save_vision_model
 
 from megarl.cli import main
+from megarl.ops.doctor.logprobs import ReferenceModel
 
 Models = tuple[Path, Any, Any]
 
@@ -135,6 +137,24 @@ def test_unreadable_dumps_and_models_are_refused(models, healthy, tmp_path, caps
     text = error_of(str(tmp_path / "3.npz"), "--model", str(models[0]))
     assert f"row 0 of the dump has token {responses[0].max()}; " in text
     assert text.endswith("[doctor.dump-of-other-model]\n")
+
+
+def test_rows_with_images_are_left_out(diagnose, models, healthy, tmp_path, capsys):
+    prompts = [row.astype(np.int64) for row in healthy.prompts]
+    prompts[0][1] = -5
+    report = diagnose(replace(healthy, prompts=prompts))
+    assert verdict(report) == "none: engine and actor agree" and "step 4, 3 rows" in report
+    (tmp_path / "1.npz").write_bytes(replace(healthy, prompts=[row - 1000 for row in prompts]).encoded())
+    assert main(["doctor", "logprobs", str(tmp_path / "1.npz"), "--model", str(models[0])]) == 1
+    assert capsys.readouterr().err.endswith("[doctor.rows-with-images]\n")
+
+
+def test_a_model_with_images_is_compared_on_text(tmp_path):
+    model = save_vision_model(tmp_path)
+    loaded = ReferenceModel(tmp_path, torch.float32).model
+    ids = torch.arange(3, 9)[None]
+    with torch.no_grad():
+        torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
 
 
 def test_folder_reports_all_steps_with_limited_rows(models, healthy, tmp_path, capsys):

@@ -9,6 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.expected_errors import raises
+from support.vision_models import PROCESSOR
 
 from megarl.base.packages import is_installed
 from megarl.config import TrainConfig
@@ -333,3 +334,31 @@ def test_files_that_name_different_ends_of_a_sequence_warn(train_config, arithme
     (other / "generation_config.json").write_text('{"eos_token_id": [5, 6]}', encoding="utf-8")
     text = "\n".join(report(train_config({f"{POLICY}.model.path": str(other)})))
     assert "warn  tokenizer" in text and "generation_config.json: 5, 6" in text
+
+
+def test_verls_script_of_a_model_with_images(real_model, arithmetic, tmp_path):
+    """Its paths and engine change, and the tower is frozen; its data stand-in has no images."""
+    facts = json.loads((ROOT / "tests" / "config" / "verl_facts.json").read_text(encoding="utf-8"))
+    number = facts["scripts"].index("examples/grpo_trainer/run_qwen2_5_vl_7b_megatron.sh")
+    script = [override for override, users in facts["overrides"].items() if number in users]
+    folder = real_model("Qwen2.5-VL-7B")
+    (Path(folder) / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
+    ours = {
+        f"{POLICY}.model.path": folder,
+        "data.train_files": f"{arithmetic}/data/train.parquet",
+        "data.val_files": f"{arithmetic}/data/test.parquet",
+        "data.train_batch_size": 64,
+        f"{POLICY}.actor.ppo_mini_batch_size": 64,
+        f"{POLICY}.rollout.name": "sglang",
+        f"{POLICY}.actor.freeze_vision_tower": "true",
+        "reward.name": "arithmetic",
+        "trainer.default_local_dir": f"{tmp_path}/checkpoints",
+        "trainer.hardware": "h100",
+        "trainer.logger": "[console]",
+    }
+    kept = [override for override in script if override.lstrip("+").partition("=")[0] not in ours]
+    overrides = (*kept, *(f"{key}={value}" for key, value in ours.items()))
+    lines: list[str] = []
+    check_parts(TrainDryRun(compose(ConfigRequest(TrainConfig, "ppo_megatron_trainer", overrides))), lines.append)
+    text = "\n".join(lines)
+    assert "Qwen2_5_VLForConditionalGeneration of" in text and "exactly once" in text

@@ -1,0 +1,179 @@
+"""A vision tower survives training's exports and every conversion, bit for bit, in each family with images."""
+
+import json
+import warnings
+from pathlib import Path
+
+import pytest
+import torch
+import transformers
+from checkpoints import _engine, assert_same, run, save_role
+from safetensors.torch import save_file
+from support.expected_errors import raises
+from support.vision_families import FAMILIES, save_family, tensors_of, with_module_names
+from support.vision_models import IMAGE, png
+
+from megarl.base.image_files import ImageProcessor
+from megarl.convert.open import open_source
+from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutdown_runtime
+from megarl.megatron.checkpoint.sharded import begin_save
+from megarl.models import ParallelLayout, read_model_config
+from megarl.models.adapters import LoraOptions
+from megarl.models.hf_folder import identify_model
+
+
+@pytest.fixture(params=FAMILIES)
+def saved(request, tmp_path):
+    """Folder of a model, and the model."""
+    return tmp_path / "initial", save_family(tmp_path / "initial", request.param)
+
+
+def logits(model, folder):
+    """Logits of a prompt with a picture."""
+    processor = ImageProcessor(str(folder))
+    image = processor.read(png(56, 84), "test")
+    ids = torch.tensor([[3, 122, *[IMAGE] * image.rows * image.columns, 123, 5, 7]])
+    grid = torch.tensor([[1, 2 * image.rows, 2 * image.columns]])
+    values = torch.from_numpy(processor.patches(image))
+    kinds = (ids == IMAGE).long()
+    with torch.no_grad():
+        return model(input_ids=ids, pixel_values=values, image_grid_thw=grid, mm_token_type_ids=kinds).logits
+
+
+def assert_loads(folder, model):
+    """Assert that transformers finds exactly the model's tensors, with its bits, and computes the same."""
+    loaded, info = type(model).from_pretrained(folder, output_loading_info=True)
+    assert not info["missing_keys"] and not info["unexpected_keys"] and not info["mismatched_keys"]
+    expected = model.state_dict()
+    assert all(torch.equal(tensor, expected[name]) for name, tensor in loaded.state_dict().items())
+    torch.testing.assert_close(logits(loaded, folder), logits(model, folder), rtol=0, atol=1e-6)
+    assert (folder / "preprocessor_config.json").is_file()
+
+
+def test_conversions_carry_the_tower(saved, tmp_path):
+    folder, model = saved
+    run("hf-to-megatron", folder, tmp_path / "role")
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "back", "--max-shard-size", "40KB")
+    assert_same(folder, tmp_path / "back")
+    assert_loads(tmp_path / "back", model)
+    sections = [json.loads((path / "config.json").read_text(encoding="utf-8")) for path in (folder, tmp_path / "back")]
+    for section in ("text_config", "vision_config"):
+        assert sections[0][section] == sections[1][section]
+
+
+def test_names_of_modules_are_the_same_model(saved, tmp_path):
+    """Published folders of Qwen3.5 have these names, with the experts of a layer stacked."""
+    folder, model = saved
+    identity = identify_model(folder)
+    (tmp_path / "modules").mkdir()
+    for file in folder.iterdir():
+        (tmp_path / "modules" / file.name).write_bytes(file.read_bytes())
+    with_module_names(tmp_path / "modules", model)
+    assert any(name.startswith("model.language_model.") for name in tensors_of(tmp_path / "modules"))
+    assert identify_model(tmp_path / "modules").weights == identity.weights
+    run("hf-to-megatron", tmp_path / "modules", tmp_path / "role")
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "back")
+    assert_same(folder, tmp_path / "back")
+
+
+def test_another_dtype_leaves_the_tower_unchanged(saved, tmp_path):
+    folder, _ = saved
+    run("hf-to-megatron", folder, tmp_path / "role")
+    run("megatron-to-hf", tmp_path / "role", tmp_path / "half", "--dtype", "bfloat16")
+    before, after = tensors_of(folder), tensors_of(tmp_path / "half")
+    for name, tensor in after.items():
+        assert tensor.dtype == (torch.float32 if "visual." in name else torch.bfloat16)
+        assert "visual." not in name or torch.equal(tensor, before[name])
+
+
+def export_and_save(place, model, folder, layout, value_head):
+    """Export a model from a real engine, and save a checkpoint, as training does."""
+    engine = _engine(place, model, layout, value_head)
+    try:
+        engine.load_hf(model)
+        engine.export_hf(Path(folder) / "trained", source=model)
+        begin_save(engine, Path(folder) / "actor", copy_from=model).finish()
+    finally:
+        shutdown_runtime()
+
+
+@pytest.mark.parametrize("saved", ["qwen2_5_vl", "qwen3_5_moe"], indirect=True)
+def test_an_export_of_a_run_carries_the_tower(saved, pool, tmp_path):
+    folder, model = saved
+    pool.run(export_and_save, 2, str(folder), str(tmp_path), ParallelLayout(pp=2), False)
+    assert_same(folder, tmp_path / "trained")
+    assert_loads(tmp_path / "trained", model)
+
+
+@pytest.mark.parametrize("saved", ["qwen2_5_vl"], indirect=True)
+def test_a_critic_keeps_the_tower(saved, pool, tmp_path):
+    folder, _ = saved
+    pool.run(export_and_save, 2, str(folder), str(tmp_path), ParallelLayout(tp=2), True)
+    run("megatron-to-hf", tmp_path / "actor", tmp_path / "converted")
+    before = tensors_of(folder)
+    for exported in (tmp_path / "trained", tmp_path / "converted"):
+        after = tensors_of(exported)
+        assert after.keys() == before.keys() - {"lm_head.weight"} | {"score.weight", "score.bias"}
+        assert all(torch.equal(after[name], before[name]) for name in after.keys() & before.keys())
+        config = read_model_config(exported)
+        assert config.architecture == "Qwen2_5_VLForTokenClassification" and config.vision is not None
+        assert config.vision.image_token == IMAGE
+
+
+@pytest.mark.parametrize("saved", ["qwen2_5_vl"], indirect=True)
+def test_a_lost_tower_is_an_error(saved, pool, tmp_path):
+    folder, model = saved
+    pool.run(save_role, 1, str(folder), str(tmp_path / "actor"), ParallelLayout(), False)
+    moved = folder.rename(tmp_path / "moved")
+    run("megatron-to-hf", tmp_path / "actor", tmp_path / "without", expect=1)
+    assert not (tmp_path / "without").exists()
+    run("megatron-to-hf", tmp_path / "actor", tmp_path / "found", "--model", moved)
+    assert_loads(tmp_path / "found", model)
+
+
+def adapters_saved(place, model, folder, lora):
+    runtime = init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", place.port, device="cpu", timeout_s=60)
+    engine = MegatronEngine(read_model_config(model), ParallelLayout(), runtime, MegatronOptions(lora=lora))
+    try:
+        engine.load_hf(model)
+        with torch.no_grad():
+            for name, parameter in engine.weights.parameters().items():
+                if name.endswith("lora_b"):
+                    parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+        begin_save(engine, folder, copy_from=model).finish()
+        engine.export_hf(Path(folder) / "merged", source=model)
+    finally:
+        shutdown_runtime()
+
+
+def test_peft_loads_adapters_of_the_decoder(saved, pool, tmp_path):
+    import peft
+
+    folder, model = saved
+    has_experts = read_model_config(folder).experts is not None  # transformers has no modules of single experts
+    lora = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "o_proj") if has_experts else ("all-linear",))
+    pool.run(adapters_saved, 1, str(folder), str(tmp_path / "actor"), lora)
+    run("megatron-to-peft", tmp_path / "actor", tmp_path / "adapters")
+    with warnings.catch_warnings():
+        warnings.simplefilter("error")  # peft warns of tensors that are missing
+        theirs = peft.PeftModel.from_pretrained(type(model).from_pretrained(folder), tmp_path / "adapters").eval()
+    assert not [name for name, _ in theirs.named_parameters() if "visual" in name and "lora" in name]
+    assert (logits(theirs, folder) - logits(model, folder)).abs().max() > 1e-2
+    merged = theirs.merge_and_unload().state_dict()
+    exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "actor" / "merged").state_dict()
+    assert merged.keys() == exported.keys()
+    for name, tensor in merged.items():
+        torch.testing.assert_close(exported[name], tensor, rtol=0, atol=1e-6)
+    # The same adapters from peft's own file.
+    theirs = peft.PeftModel.from_pretrained(type(model).from_pretrained(folder), tmp_path / "adapters")
+    theirs.save_pretrained(tmp_path / "saved")
+    assert open_source(tmp_path / "saved", folder).adapters is not None
+
+
+@pytest.mark.parametrize("saved", ["qwen2_5_vl"], indirect=True)
+def test_a_tensor_under_two_names_is_refused(saved):
+    folder, _ = saved
+    tensors = tensors_of(folder)
+    save_file({**tensors, "model.visual.merger.ln_q.weight": torch.ones(16)}, folder / "model.safetensors")
+    with raises("model.tensor-twice", "model.visual.merger.ln_q.weight"):
+        identify_model(folder)

@@ -1,0 +1,94 @@
+"""Models with images before a run starts: the tower is frozen, and teachers see the policy's images."""
+
+import json
+from typing import Any
+
+import pytest
+from support.expected_errors import raises
+from support.vision_models import PROCESSOR, save_vision_model
+
+from megarl.config import TrainConfig
+from megarl.config.build import build
+from megarl.models import read_model_config
+from megarl.models.hf_folder import image_grid
+from megarl.trainer.jobs.early_checks import check_learners
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("vision")
+    save_vision_model(path)
+    return path
+
+
+def config(path, teacher=None, **keys: Any):
+    actor = {"freeze_vision_tower": keys.get("freeze", True), "ppo_mini_batch_size": 8}
+    teachers = {"t": {"model_path": str(teacher)}}
+    return build(
+        TrainConfig,
+        {
+            "data": {"train_files": "x.parquet", "train_batch_size": 8},
+            "actor_rollout_ref": {
+                "model": {"path": str(path), "lora_rank": keys.get("lora", 0)},
+                "actor": actor,
+                "rollout": {"n": 2, "name": "embedded"},
+            },
+            "algorithm": {"adv_estimator": "grpo"},
+            "distillation": {"enabled": True, "teacher_models": teachers} if teacher else {},
+            "reward": {"name": "arithmetic"},
+            "trainer": {"experiment_name": "x", "device": "cpu", "n_gpus_per_node": 1, "nnodes": 1},
+        },
+    )
+
+
+def with_config(folder, target, section="", **changes):
+    """A folder with the config and image processor of another one, changed."""
+    target.mkdir()
+    raw = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    (target / "config.json").write_text(json.dumps(raw | changes), encoding="utf-8")
+    return target
+
+
+def test_a_tower_must_be_frozen(folder):
+    check_learners(config(folder), weights=False)
+    check_learners(config(folder), weights=True)
+    with raises("image.trained-tower", "actor_rollout_ref.actor.freeze_vision_tower=false", "true"):
+        check_learners(config(folder, freeze=False), weights=False)
+    check_learners(config(folder, freeze=False, lora=4), weights=False)
+
+
+def test_a_model_without_a_tower_does_not_freeze_it(folder, tmp_path):
+    raw = read_model_config(folder).settings
+    fields = {name: value for name, value in raw.items() if name not in ("vision_config", "text_config")}
+    text = with_config(folder, tmp_path / "text", vision_config=None, text_config=None, **fields)
+    raw = json.loads((text / "config.json").read_text(encoding="utf-8"))
+    raw |= {"architectures": ["Qwen2ForCausalLM"], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
+    (text / "config.json").write_text(json.dumps(raw), encoding="utf-8")
+    check_learners(config(text, freeze=False), weights=False)
+    with raises("image.no-tower", "actor_rollout_ref.actor.freeze_vision_tower=true", text):
+        check_learners(config(text), weights=False)
+    with raises("teacher.other-images", "distillation.teacher_models.t.model_path", "image_token_id", 120, None):
+        check_learners(config(folder, text), weights=False)
+    check_learners(config(text, folder, freeze=False), weights=False)  # the data has no images
+
+
+@pytest.mark.parametrize(
+    ("token", "processor", "name"),
+    [(121, {}, "image_token_id"), (120, {"max_pixels": 1}, "max_pixels"), (120, {"patch_size": 16}, "patch_size")],
+)
+def test_a_teacher_has_the_same_tokens_of_images(folder, tmp_path, token, processor, name):
+    teacher = with_config(folder, tmp_path / "teacher", image_token_id=120)
+    file = teacher / "preprocessor_config.json"
+    file.write_text(json.dumps(PROCESSOR | {"processor_class": "Other"}), encoding="utf-8")
+    check_learners(config(folder, teacher), weights=False)
+    other = with_config(folder, tmp_path / "other", image_token_id=token)
+    (other / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | processor), encoding="utf-8")
+    with raises("teacher.other-images", name, other):
+        check_learners(config(folder, other), weights=False)
+
+
+def test_both_spellings_of_a_processors_limits_are_read(tmp_path):
+    size = {"size": {"shortest_edge": 784, "longest_edge": 50176}, "patch_size": 14, "merge_size": 2}
+    (tmp_path / "preprocessor_config.json").write_text(json.dumps(size), encoding="utf-8")
+    assert image_grid(tmp_path) == {"patch_size": 14, "merge_size": 2, "min_pixels": 784, "max_pixels": 50176}
+    assert set(image_grid(tmp_path / "none").values()) == {None}
