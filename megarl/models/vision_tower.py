@@ -6,7 +6,6 @@ them once for all passes of a step.
 
 from __future__ import annotations
 
-import importlib
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
@@ -23,6 +22,7 @@ from megarl.models.hf_checkpoint import HFReader
 from megarl.models.hf_folder import ModelFolder, tensor_entries
 from megarl.models.model_config import ModelConfig
 from megarl.models.partition import Piece
+from megarl.models.tower_class import tower_class
 
 HELD_BYTES = 2 << 30
 """Features that stay in host memory, in bytes, if no current prompt has their image."""
@@ -36,7 +36,7 @@ def load_tower(config: ModelConfig, folder: str | Path, device: torch.device, dt
     """
     assert config.vision is not None, "a model of text only has no tower"
     prefix = config.vision.prefix
-    kind = _tower_class(config.vision.tower)
+    kind = tower_class(config.vision)
     tower: torch.nn.Module = kind(kind.config_class(**config.vision.settings))
     entries = {name: entry for name, entry in tensor_entries(Path(folder)).items() if name.startswith(prefix)}
     reader = HFReader(ModelFolder(Path(folder), config, entries))
@@ -50,11 +50,6 @@ def load_tower(config: ModelConfig, folder: str | Path, device: torch.device, dt
         # Buffers, such as rotary frequencies, stay in float32.
         parameter.data = reader.read(Piece(prefix + name, zeros, entry.shape, zeros)).to(dtype)
     return tower.to(device).requires_grad_(False).eval()
-
-
-def _tower_class(path: str) -> Any:
-    module, name = path.split(".")
-    return getattr(importlib.import_module(f"transformers.models.{module}.modeling_{module}"), name)
 
 
 class ImageFeatures:

@@ -8,9 +8,11 @@ from typing import Any
 import pytest
 import torch
 from engine_cases import Setup, assemble, engine, policy_loss
+from family_cases import in_checkpoint_names
 from support.distributed import Place
 from support.release import of_release
-from support.vision_models import END, IMAGE, START, png, save_vision_model
+from support.vision_families import FAMILIES, save_family
+from support.vision_models import END, IMAGE, START, png
 from tiny_models import TEMPERATURE, Row
 from torch import Tensor
 
@@ -19,6 +21,7 @@ from megarl.base.image_files import ImageProcessor
 from megarl.base.image_tokens import Image, image_spans, multimodal_positions, with_placeholders
 from megarl.megatron import MegatronEngine, OptimizerOptions, OutputOptions, PackedMicroBatch
 from megarl.models import ParallelLayout, read_model_config
+from megarl.models.hf_folder import plain_name
 from megarl.models.vision_tower import ImageFeatures
 
 SIZES = ((56, 112), (84, 56), (56, 112), (28, 28), (100, 61))
@@ -31,17 +34,30 @@ LAYOUTS = {
     "pp2vpp2": Setup(ParallelLayout(pp=2, vpp=2)),
     "tp2pp2": Setup(ParallelLayout(tp=2, pp=2)),
     "dp2": Setup(ParallelLayout(dp=2)),
+    "ep2": Setup(ParallelLayout(dp=2, ep=2)),
 }
-CASES = [("single", True), ("single", False), ("tp2cp2sp", False), ("pp2vpp2", True), ("dp2", True), ("tp2sp", True)]
-MORE = [("cp2", False), ("tp2pp2", False), ("tp2sp", False), ("pp2vpp2", False)]
+CI = {
+    "qwen2_5_vl": "single+ single tp2cp2sp pp2vpp2+ dp2+",
+    "qwen3_vl": "single+ tp2cp2sp pp2vpp2",
+    "qwen3_5": "single+ tp2sp",
+    "qwen3_5_moe": "ep2",
+}
+"""Layouts by family; ``+`` stores a shared prompt once."""
+MORE = {
+    "qwen2_5_vl": "cp2 tp2pp2 tp2sp tp2sp+ pp2vpp2",
+    "qwen3_vl": "single cp2 tp2sp+ tp2pp2",
+    "qwen3_5": "single tp2pp2 pp2vpp2+ dp2",
+    "qwen3_5_moe": "single+ tp2sp",
+}
+CASES = [(family, case) for table in of_release([CI], [MORE]) for family in table for case in table[family].split()]
 
 
 class Folder:
     """A model folder, its pictures, and rows that show them."""
 
-    def __init__(self, path: Path) -> None:
-        self.path = path
-        self.model: Any = save_vision_model(path)
+    def __init__(self, path: Path, family: str) -> None:
+        self.path, self.family = path, family
+        self.model: Any = save_family(path, family)
         self.processor = ImageProcessor(str(path))
         pictures = [png(*size, seed=number) for number, size in enumerate(SIZES)]
         self.images = [self.processor.read(data, f"picture {number}") for number, data in enumerate(pictures)]
@@ -64,7 +80,7 @@ class Folder:
             outputs.append((log_probs.detach(), entropy.detach()))
         loss.backward()
         named = {n: p.grad for n, p in self.model.named_parameters() if "visual" not in n}
-        return outputs, {name.replace(".language_model", ""): grad for name, grad in named.items()}
+        return outputs, in_checkpoint_names({plain_name(name): grad for name, grad in named.items()}, self.family)
 
     def _row(self, row: Row) -> tuple[Tensor, Tensor]:
         ids = torch.cat([row.prompt, row.response])
@@ -121,18 +137,21 @@ def study(
 
 
 @pytest.fixture(scope="module")
-def folder(tmp_path_factory):
-    return Folder(tmp_path_factory.mktemp("qwen2_5_vl"))
+def studies(tmp_path_factory):
+    """The folder of each family, and its reference."""
+    folders = {family: Folder(tmp_path_factory.mktemp(family), family) for family in FAMILIES}
+    return {family: (folder, folder.reference()) for family, folder in folders.items()}
 
 
-@pytest.fixture(scope="module")
-def reference(folder):
-    return folder.reference()
+@pytest.fixture
+def folder(studies):
+    return studies["qwen2_5_vl"][0]
 
 
-@pytest.mark.parametrize(("layout", "share"), of_release(CASES, MORE))
-def test_rows_with_images_equal_transformers(pool, folder, reference, layout, share):
-    outputs, grads = reference
+@pytest.mark.parametrize(("family", "case"), CASES)
+def test_rows_with_images_equal_transformers(pool, studies, family, case):
+    folder, (outputs, grads) = studies[family]
+    layout, share = case.removesuffix("+"), case.endswith("+")
     setup = LAYOUTS[layout]._replace(optimizer=OptimizerOptions(use_distributed_optimizer=False))
     sizes = setup.layout
     results = pool.run(study, sizes.world_size, folder.path, setup, folder.rows, folder.images, share)
@@ -150,10 +169,11 @@ def test_rows_with_images_equal_transformers(pool, folder, reference, layout, sh
         torch.testing.assert_close(whole[name], expected, rtol=1e-4, atol=1e-5 * scale)
 
 
-def test_pictures_change_log_probs(reference):
+def test_pictures_change_log_probs(studies):
     """The tests would pass blindly otherwise."""
-    (first, _), (twin, _) = reference[0][:2]
-    assert (first - twin).abs().max() > 1e-2
+    for _, (outputs, _) in studies.values():
+        (first, _), (twin, _) = outputs[:2]
+        assert (first - twin).abs().max() > 1e-2
 
 
 def test_features_do_not_depend_on_other_images(folder):
