@@ -147,6 +147,8 @@ class ImageProcessor:
         if unknown := sorted(self.options.keys() - known):  # transformers ignores them
             near = difflib.get_close_matches(unknown[0], known, n=1)
             hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}"
-            text = f"the image processor of {self.folder} has no setting {unknown[0]!r} (data.mm_processor_kwargs){hint}"
-            raise DataError(text, code="image.processor-setting")
+            text = (
+                f"the image processor of {self.folder} has no setting {unknown[0]!r} (data.mm_processor_kwargs){hint}"
+            )
+            raise DataError(text, code="image.unknown-setting")
         return processor

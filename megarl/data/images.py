@@ -131,6 +131,19 @@ def with_image_tokens(ids: list[int], images: Sequence[Image], token: int, locat
     return expanded + ids[done:] if places else ids
 
 
+def stored_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with its content as one text, and ``<image>`` for each image, as data files have it."""
+    content = message["content"]
+    if not isinstance(content, str):
+        content = "".join(PLACEHOLDER if part["type"] == "image" else part["text"] for part in content)
+    return {**message, "content": content}
+
+
+def stored_images(images: Sequence[Image]) -> list[dict[str, bytes]]:
+    """Return images as data files have them."""
+    return [{"bytes": image.data} for image in images]
+
+
 def _parts(content: Any, location: str) -> list[dict[str, Any]]:
     """Split a text at its placeholders, or check the parts of a content."""
     parts: list[dict[str, Any]] = content
