@@ -21,6 +21,7 @@ from megarl.agents.loop import AgentLoop, register_agent_loop
 from megarl.agents.types import AgentError, AgentSession, Conversation, Generate, Message, Trajectory
 from megarl.base.errors import ConfigError
 from megarl.base.user_code import import_spec, public_functions
+from megarl.data.images import IMAGES
 from megarl.rewards import AGENT_RESULT
 
 if TYPE_CHECKING:
@@ -95,6 +96,9 @@ class ExternalAgent(AgentLoop):
         """
         if self.endpoint is None:
             raise AgentError("external_agent was built without the run's endpoint", code="agent.no-endpoint")
+        if conversation.facts.get(IMAGES):
+            text = "the prompt has images, which the chat endpoint does not take; use another agent loop for the row"
+            raise AgentError(text, code="agent.endpoint-images")
         async with self.endpoint.session(conversation, generate) as access:
             task = AgentTask(
                 base_url=access.base_url,

@@ -13,6 +13,8 @@ from typing import TYPE_CHECKING, Any
 from jinja2 import TemplateError
 
 from megarl.agents.types import AgentError, Message
+from megarl.base.image_tokens import Image
+from megarl.data.images import with_image_tokens
 from megarl.data.tokenizers import MARK, control_tokens
 
 if TYPE_CHECKING:
@@ -26,14 +28,25 @@ def encode_prompt(
     messages: Sequence[Message],
     tools: Sequence[Mapping[str, Any]] | None = None,
     template_kwargs: Mapping[str, Any] | None = None,
+    images: Sequence[Image] = (),
+    image_token: int | None = None,
 ) -> list[int]:
     """Encode a prompt with the generation prompt of the assistant's turn.
 
+    Args:
+        images: one for each part of type ``image`` in the messages.
+        image_token: the policy's image token; needed with images.
+
     Raises:
         AgentError: the template refuses the messages.
+        DataError: the template writes another number of image tokens.
     """
+    control = control_tokens(tokenizer)
+    if image_token is not None:  # only an image may become an image token
+        messages = control.hide_token(messages, str(tokenizer.convert_ids_to_tokens(image_token)))
     text = _render(tokenizer, messages, tools=list(tools) if tools else None, **(template_kwargs or {}))
-    return control_tokens(tokenizer).encode(text)
+    ids = control.encode(text)
+    return ids if image_token is None else with_image_tokens(ids, images, image_token, "the conversation")
 
 
 def turn_frame(

@@ -19,6 +19,7 @@ from megarl.agents.types import AgentError, Conversation, Generate, SessionProvi
 from megarl.base.registry import Registry
 from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
+from megarl.data.images import IMAGES
 from megarl.data.tokenizers import fewest_tokens
 from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 
@@ -97,7 +98,10 @@ async def encode_messages(
     if longest is not None and (tokens := fewest_tokens(tokenizer, texts)) > longest:
         text = f"the prompt has at least {tokens} tokens; data.max_prompt_length={longest} allows no more"
         raise AgentError(text, code="agent.prompt-too-long")
-    return await in_tokenizer_thread(partial(encode_prompt, tokenizer, conversation.messages, tools, template_kwargs))
+    images, image_token = conversation.facts.get(IMAGES) or (), conversation.image_token
+    return await in_tokenizer_thread(
+        partial(encode_prompt, tokenizer, conversation.messages, tools, template_kwargs, images, image_token)
+    )
 
 
 class Transcript:

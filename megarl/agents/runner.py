@@ -36,6 +36,8 @@ from megarl.agents.types import (
 )
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError, WeightSyncError, WorkerError
+from megarl.data.images import IMAGES
+from megarl.models import read_model_config
 from megarl.rewards.outcome import Outcome
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import Scorer, ScorerSpec, TaskBuilder
@@ -307,7 +309,7 @@ class AgentRunner:
         try:
             assert self._router is not None
             for group in groups:
-                generate = self._router.generate
+                generate = partial(self._router.generate, images=group.facts.get(IMAGES) or ())
                 for name in group.ids:
                     if group.with_turns:
                         self._records[name] = TurnRecord(generate, group.turns.get(name.sample, ()))
@@ -351,6 +353,7 @@ class AgentRunner:
             agent_name=group.agent_name,
             facts=copy.deepcopy(group.facts),
             limits=self._limits,
+            image_token=self._image_token if group.facts.get(IMAGES) else None,
         )
         async with self._slots:
             trajectory = await lead_conversation(
@@ -362,6 +365,11 @@ class AgentRunner:
             trajectory = replace(trajectory, outcome=await scorer.score(group.facts, trajectory))
             self._scored += 1
         return trajectory if routes is None else routes.add_to(trajectory)
+
+    @functools.cached_property
+    def _image_token(self) -> int | None:
+        vision = read_model_config(self._config.actor_rollout_ref.model.path).vision
+        return None if vision is None else vision.image_token
 
     def _fail(self, error: Exception) -> None:
         """Let :meth:`finished` raise an error, the first one if there are several."""

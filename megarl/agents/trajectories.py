@@ -8,7 +8,7 @@ from collections.abc import Callable, Mapping, Sequence
 
 import numpy as np
 
-from megarl.agents.types import AgentError, Integers, SampleId, Trajectory
+from megarl.agents.types import AgentError, Integers, SampleId, Trajectory, narrow_ids
 from megarl.base.reductions import Largest, Smallest, Total
 from megarl.data import DataProto
 from megarl.data.column_store import ragged_columns
@@ -38,14 +38,15 @@ def report_failures(trajectories: Sequence[Trajectory]) -> None:
 
 
 RAGGED = {
-    "prompt_ids": np.int32,
+    "prompt_ids": np.int64,
     "response_ids": np.int32,
     "response_mask": np.int8,
     "log_probs": np.float32,
     "weight_versions": np.int32,
     "unmasked": np.int8,
 }
-"""Fields of a trajectory with one value per token, and their types in other processes."""
+"""Fields of a trajectory with one value per token, and their types in other processes; prompts without images are
+int32."""
 
 
 class PackedSamples:
@@ -54,6 +55,8 @@ class PackedSamples:
     def __init__(self, samples: Mapping[SampleId, Trajectory]) -> None:
         self._names, trajectories = list(samples), list(samples.values())
         self._columns = {name: _ragged([getattr(t, name) for t in trajectories], RAGGED[name]) for name in RAGGED}
+        prompts, ends = self._columns["prompt_ids"]
+        self._columns["prompt_ids"] = narrow_ids(prompts), ends
         # The rest of each trajectory, without its tokens.
         empty = dict.fromkeys(RAGGED, ())
         self._rest = [{**vars(trajectory), **empty} for trajectory in trajectories]

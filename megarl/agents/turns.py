@@ -12,7 +12,7 @@ from typing import NamedTuple, Protocol
 
 import numpy as np
 
-from megarl.agents.types import StoredTurn, Trajectory
+from megarl.agents.types import StoredTurn, Trajectory, narrow_ids
 from megarl.rollout.interface import Completion, SamplingParams
 
 
@@ -83,7 +83,7 @@ class TurnRecord:
 
 def context_digest(prompt_ids: Sequence[int], seed: int) -> str:
     """Return a digest of a turn's prompt and seed."""
-    tokens = np.asarray(prompt_ids, np.int32).tobytes()
+    tokens = narrow_ids(prompt_ids).tobytes()
     return hashlib.blake2b(tokens + seed.to_bytes(16, "little", signed=True), digest_size=12).hexdigest()
 
 

@@ -47,6 +47,12 @@ class Generate(Protocol):
         """
 
 
+def narrow_ids(ids: Integers) -> np.ndarray:
+    """Return token ids as int32; as int64 if some are of images, which are negative and large."""
+    wide = np.asarray(ids, np.int64)
+    return wide if wide.min(initial=0) < 0 else wide.astype(np.int32)
+
+
 @dataclass(frozen=True)
 class ConversationLimits:
     """Limits of one conversation in tokens, turns and time.
@@ -77,6 +83,7 @@ class Conversation:
         seed: seed of the first turn; later turns use :func:`megarl.agents.loop.turn_seed`.
         key: name of the prompt, the same for all samples of its group.
         facts: the other columns of the data row, such as ``data_source`` and ``extra_info``; read-only.
+        image_token: the policy's image token, which stands for each of the images in ``facts``; None without images.
     """
 
     messages: Sequence[Message]
@@ -87,6 +94,7 @@ class Conversation:
     agent_name: str = "single_turn_agent"
     facts: Mapping[str, Any] = field(default_factory=dict)
     limits: ConversationLimits = ConversationLimits()
+    image_token: int | None = None
 
     @property
     def response_tokens(self) -> int:
@@ -206,7 +214,7 @@ class ConversationGroup:
     """Conversations about one prompt, as they are submitted to an agent runner; see :class:`Conversation`.
 
     Attributes:
-        prompt_ids: token ids of the prompt, int32 ``[P]``.
+        prompt_ids: token ids of the prompt, int32 ``[P]``; int64 if there are images, see :func:`narrow_ids`.
         params: sampling parameters of each sample.
         seeds: seed of each sample's first turn.
         with_turns: record the turns, for :meth:`ConversationService.stored_turns`.

@@ -6,6 +6,7 @@ again, from the same file, where features are computed; both must agree.
 
 from __future__ import annotations
 
+import difflib
 import io
 import warnings
 from collections.abc import Mapping
@@ -48,7 +49,7 @@ def decode_image(data: bytes, location: str) -> PIL.Image.Image:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PIL's own limit, which is higher
-            image = pil.open(io.BytesIO(data), formats=FORMATS)
+            image: PIL.Image.Image = pil.open(io.BytesIO(data), formats=FORMATS)
     except Exception as error:  # a decoder may raise any error for a damaged file
         text = f"{location}: no image in the formats {', '.join(FORMATS)} ({type(error).__name__}: {error!s:.120})"
         raise DataError(text, code="image.unknown-format") from error
@@ -139,6 +140,15 @@ class ImageProcessor:
         if not (Path(self.folder) / "preprocessor_config.json").is_file():
             text = f"{self.folder} has no preprocessor_config.json, which a model with images needs; copy it there"
             raise DataError(text, code="image.no-processor")
-        return AutoImageProcessor.from_pretrained(
+        processor = AutoImageProcessor.from_pretrained(
             self.folder, backend="pil", local_files_only=True, trust_remote_code=False, **self.options
         )
+        known = sorted(processor.valid_kwargs.__annotations__)
+        if unknown := sorted(self.options.keys() - known):  # transformers ignores them
+            near = difflib.get_close_matches(unknown[0], known, n=1)
+            hint = f"; did you mean {near[0]!r}?" if near else f"; it has {', '.join(known)}"
+            text = (
+                f"the image processor of {self.folder} has no setting {unknown[0]!r} (data.mm_processor_kwargs){hint}"
+            )
+            raise DataError(text, code="image.unknown-setting")
+        return processor

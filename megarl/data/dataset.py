@@ -12,13 +12,15 @@ import torch
 
 from megarl.base.errors import ConfigError, DataError
 from megarl.data.columns import COLUMNS, attention_mask_of, pad_left
+from megarl.data.images import IMAGES, ImageReader
 from megarl.data.lengths import PromptLengths, measure_lengths
 from megarl.data.protocol import DataProto
 from megarl.data.rows.reader import Rows
-from megarl.data.rows.schema import RowSchema, check_row
+from megarl.data.rows.schema import MEDIA, RowSchema, check_row
 from megarl.data.tokenization import (
     SYSTEM_COLUMN,
     TOOLS_COLUMN,
+    Prompt,
     PromptEncoder,
     PromptReader,
     check_truncation,
@@ -33,7 +35,7 @@ logger = logging.getLogger(__name__)
 Sample = dict[str, Any]
 
 _OPTIONAL = ("ability", "extra_info", "agent_name")
-RESERVED = ("uid", "index", "raw_prompt", "num_turns", "agent_error", "finish_reason", "weight_version")
+RESERVED = (IMAGES, "uid", "index", "raw_prompt", "num_turns", "agent_error", "finish_reason", "weight_version")
 """Columns that megarl adds to a batch; a file must not contain them."""
 VOCABULARY_ROWS = 8
 """Prompts in which a tokenizer must know something."""
@@ -66,8 +68,12 @@ class RowDataset(torch.utils.data.Dataset[Sample]):
         """Check that the tokenizer knows the text of the first prompts; see :class:`PromptEncoder`."""
         rows = self._rows[:VOCABULARY_ROWS].tolist()
         if rows:
-            prompts = [self.reader.read(self.source[row], self.source.location(row)) for row in rows]
+            prompts = [self.read(row) for row in rows]
             self.encoder.check_vocabulary(prompts, self.source.location(rows[0]))
+
+    def read(self, row: int) -> Prompt:
+        """Read the prompt of a row of the files."""
+        return self.reader.read(self.source[row], self.source.location(row), self.source.folder(row))
 
     def rows_of_files(self) -> list[int]:
         """Count the kept rows of each file."""
@@ -139,8 +145,8 @@ class RLHFDataset(RowDataset):
     """Prompts with the data for their reward functions.
 
     With ``truncation="error"`` or with filtering, the data set measures every prompt when it is built, so that a prompt
-    that is too long stops the run at its start. So it does if the tokenizer has tokens that the model lacks, or if the
-    longest prompt leaves no room for a response.
+    that is too long stops the run at its start. So it does if the tokenizer has tokens that the model lacks, if the
+    longest prompt leaves no room for a response, or if prompts may have images. A prompt with images is never cut.
 
     Args:
         files: paths or patterns (see :class:`megarl.data.rows.Rows`).
@@ -157,6 +163,8 @@ class RLHFDataset(RowDataset):
         cache_dir: folder for converted files and lengths.
         vocab_size: tokens of the model; None = unknown.
         prompt_room: longest prompt that leaves room for a response in the model's context; None = all do.
+        images: reads the images of prompts; None = the model takes none.
+        media: columns that must be empty, see :class:`megarl.data.rows.schema.RowSchema`.
 
     Attributes:
         dropped: number of prompts that were filtered out.
@@ -187,20 +195,27 @@ class RLHFDataset(RowDataset):
         cache_dir: str | None = None,
         vocab_size: int | None = None,
         prompt_room: int | None = None,
+        images: ImageReader | None = None,
+        media: Sequence[str] = MEDIA,
     ) -> None:
         self.reward_fn_key = reward_fn_key
         required = (reward_fn_key, "reward_model") if self.scored else ()
-        source = Rows(files, prompt_key, required, (), _OPTIONAL, reward_fn_key, cache_dir)
-        reader = PromptReader(prompt_key, system_prompt, tool_schemas or {}, apply_chat_template)
+        parts = images is not None
+        source = Rows(files, prompt_key, required, (), _OPTIONAL, reward_fn_key, cache_dir, media, parts)
+        reader = PromptReader(prompt_key, system_prompt, tool_schemas or {}, apply_chat_template, images)
         encoder = PromptEncoder(
-            tokenizer, apply_chat_template_kwargs, vocab_size=vocab_size, max_tokens=max_prompt_length
+            tokenizer,
+            apply_chat_template_kwargs,
+            vocab_size=vocab_size,
+            max_tokens=max_prompt_length,
+            image_token=None if images is None else images.token,
         )
         super().__init__(source, reader, encoder, truncation, max_samples, sample_seed)
         self.max_prompt_length = max_prompt_length
         self.prompt_room = prompt_room
-        self._passed_columns = self._select_columns()
+        self._passed_columns = self._select_columns(media)
         self.check_vocabulary()
-        unchecked = prompt_room is not None or self.encoder.vocabulary.limit is not None
+        unchecked = parts or prompt_room is not None or self.encoder.vocabulary.limit is not None
         if filter_overlong_prompts or truncation == "error" or unchecked:
             self._check_lengths(filter_overlong_prompts, workers)
 
@@ -208,7 +223,7 @@ class RLHFDataset(RowDataset):
         """Return a row: ``prompt_ids`` (token ids) and the non-tensor columns; ``index`` also counts dropped rows."""
         row = int(self._rows[item])
         values, location = self.source[row], self.source.location(row)
-        prompt = self.reader.read(values, location)
+        prompt = self.reader.read(values, location, self.source.folder(row))
         sample = {
             "prompt_ids": truncate(self.encoder.encode(prompt, location), self.max_prompt_length, self.truncation),
             "raw_prompt": prompt.messages,
@@ -217,32 +232,36 @@ class RLHFDataset(RowDataset):
             "extra_info": values.get("extra_info") or {},
             "index": row,
         }
-        return sample | ({TOOLS_COLUMN: prompt.tools} if TOOLS_COLUMN in self.source.columns else {})
+        tools = {TOOLS_COLUMN: prompt.tools} if TOOLS_COLUMN in self.source.columns else {}
+        return sample | tools | ({} if self.reader.images is None else {IMAGES: prompt.images})
 
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate samples to a batch: ``prompts`` and ``attention_mask`` ``[b, P]``, P the longest prompt."""
         return collate_prompts(samples, pad_id(self.encoder.tokenizer))
 
-    def _select_columns(self) -> list[str]:
-        """Select the file columns that go into a batch: all except prompt columns and reserved names."""
-        used = (self.reader.key, SYSTEM_COLUMN, TOOLS_COLUMN)
+    def _select_columns(self, media: Sequence[str]) -> list[str]:
+        """Select the file columns that go into a batch: all except prompt columns, empty ones and reserved names."""
+        used = (*self.reader.columns, *media)
         reserved = [name for name in self.source.columns if name not in used and (name in COLUMNS or name in RESERVED)]
         if reserved:
             logger.warning("columns %s are ignored: batches reserve these names", ", ".join(reserved))
         return [name for name in self.source.columns if name not in (*used, *reserved)]
 
     def _check_lengths(self, drop: bool, workers: int | None) -> None:
-        all_lengths = measure_lengths(self.source, PromptLengths(self.encoder, self.reader), workers)[:, 0]
-        lengths = all_lengths[self._rows]
+        measured = measure_lengths(self.source, PromptLengths(self.encoder, self.reader), workers)
+        lengths, images = measured[self._rows].T
         too_long = lengths > self.max_prompt_length
-        if too_long.any() and not drop and self.truncation == "error":
-            row = int(self._rows[too_long.argmax()])
-            tokens, longest = map(self.encoder.describe, (all_lengths[row], lengths.max()))
+        uncut = too_long & ((images > 0) | (self.truncation == "error"))
+        if uncut.any() and not drop:
+            first = int(uncut.argmax())
+            tokens, longest = map(self.encoder.describe, (int(lengths[first]), int(lengths.max())))
+            cut = "" if images[first] else "set data.truncation=left, right or middle, "
+            never = "; a prompt with images is never cut" if images[first] else ""
             raise DataError(
-                f"{self.source.location(row)}: the prompt has {tokens} tokens, at most {self.max_prompt_length} are "
-                f"allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the longest has {longest}); raise "
-                "data.max_prompt_length, set data.truncation=left, right or middle, or "
-                "data.filter_overlong_prompts=True",
+                f"{self.source.location(int(self._rows[first]))}: the prompt has {tokens} tokens, at most "
+                f"{self.max_prompt_length} are allowed ({too_long.sum()} of {len(lengths)} prompts are too long, the "
+                f"longest has {longest}); raise data.max_prompt_length, {cut}or data.filter_overlong_prompts=True"
+                f"{never}",
                 code="data.prompt-too-long",
             )
         used = np.where(too_long, 0 if drop else self.max_prompt_length, lengths)
@@ -289,6 +308,7 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         config: the section ``data``, for its ``config``.
         max_prompt_length: longest prompt, in tokens; ``truncation`` treats a longer one.
         reward_fn_key: entry with the name of the data source.
+        media: entries that must be empty, see :class:`megarl.data.rows.schema.RowSchema`.
 
     Attributes:
         source: the user's data set.
@@ -311,6 +331,7 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         truncation: str,
         reward_fn_key: str,
         prompt_room: int | None = None,
+        media: Sequence[str] = MEDIA,
     ) -> None:
         self.name = kind.__name__
         given = {"data_files": list(files), "tokenizer": tokenizer, "config": config, "processor": None}
@@ -334,7 +355,9 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         self.truncation = truncation
         self.reward_fn_key = reward_fn_key
         self.prompt_room = prompt_room
-        if encoder.vocabulary.limit is not None or prompt_room is not None:  # the model may refuse a row
+        self.media = tuple(media)
+        unchecked = reader.images is not None or encoder.vocabulary.limit is not None or prompt_room is not None
+        if unchecked:  # the model may refuse a row
             for item in range(len(self)):
                 self[item]
 
@@ -354,27 +377,27 @@ class CustomPrompts(torch.utils.data.Dataset[Sample]):
         sample = {name: _plain(value) for name, value in entry.items()}
         key = RAW_PROMPT if sample.get(RAW_PROMPT) is not None else self.reader.key
         values = {**sample, self.reader.key: sample.get(key)}
-        required = (self.reward_fn_key, "reward_model")
-        check_row(
-            f"data.custom_cls: {self.name}", item, values, RowSchema(self.reader.key, required, (), self.reward_fn_key)
-        )
+        required, parts = (self.reward_fn_key, "reward_model"), self.reader.images is not None
+        schema = RowSchema(self.reader.key, required, (), self.reward_fn_key, self.media, parts)
+        check_row(f"data.custom_cls: {self.name}", item, values, schema)
         prompt = self.reader.read(values, location)
         ids = self.encoder.encode(prompt, location)
-        if len(ids) > self.max_prompt_length and self.truncation == "error":
+        if len(ids) > self.max_prompt_length and (self.truncation == "error" or prompt.images):
             raise DataError(
                 f"{location}: the prompt has {self.encoder.describe(len(ids))} tokens, at most "
                 f"{self.max_prompt_length} are allowed; let the class drop it, raise data.max_prompt_length, or set "
-                "data.truncation=left, right or middle",
+                "data.truncation=left, right or middle, which cuts no prompt with images",
                 code="data.prompt-too-long",
             )
-        dropped = (self.reader.key, SYSTEM_COLUMN, TOOLS_COLUMN, *RESERVED, *_PADDED)
+        dropped = (*self.reader.columns, SYSTEM_COLUMN, TOOLS_COLUMN, *self.media, *RESERVED, *_PADDED)
         entries = {name: value for name, value in sample.items() if name not in dropped and name not in COLUMNS}
         facts = {"data_source": sample[self.reward_fn_key], "extra_info": sample.get("extra_info") or {}, "index": item}
         tools = {TOOLS_COLUMN: prompt.tools} if TOOLS_COLUMN in sample else {}
         ids = truncate(ids, self.max_prompt_length, self.truncation)
         if self.prompt_room is not None and len(ids) > self.prompt_room:
             raise no_room(location, len(ids), self.prompt_room)
-        return {"prompt_ids": ids, RAW_PROMPT: prompt.messages, **entries, **facts, **tools}
+        images = {} if self.reader.images is None else {IMAGES: prompt.images}
+        return {"prompt_ids": ids, RAW_PROMPT: prompt.messages, **entries, **facts, **tools, **images}
 
     def collate(self, samples: Sequence[Sample]) -> DataProto:
         """Collate samples to a batch: ``prompts`` and ``attention_mask`` ``[b, P]``, P the longest prompt."""
@@ -414,9 +437,9 @@ class CustomCollate:
             if rows.pop(name, None) not in (None, [sample[name] for sample in samples]):
                 problem = f"data.collate_fn changed {name}; change prompts in the data set (data.custom_cls)"
                 raise DataError(problem, code="data.collate-changed-prompt")
-        for name in _PADDED:
+        for name in (IMAGES, *_PADDED):  # the images are those of the prompt
             rows.pop(name, None)
-        kept = ("prompt_ids", RAW_PROMPT, "index", "data_source", "reward_model", "extra_info")
+        kept = ("prompt_ids", RAW_PROMPT, IMAGES, "index", "data_source", "reward_model", "extra_info")
         return collate_prompts(
             [
                 {**{name: sample[name] for name in kept if name in sample}, **{n: rows[n][i] for n in rows}}

@@ -27,30 +27,44 @@ ROWS_PER_WORKER = 16_384
 KEPT_ROWS = 4096
 """Lengths of smaller data sets are not cached but measured at each start."""
 _LOG_EVERY_S = 30.0
+IMAGE_COST = 64
+"""Time to measure a prompt that may have images, relative to one of text only."""
 
 
 class PromptLengths:
-    """Measures the prompts of rows in tokens."""
+    """Measures the prompts of rows in tokens, and counts their images."""
 
     def __init__(self, encoder: PromptEncoder, reader: PromptReader) -> None:
         self.encoder = encoder
         self.reader = reader
+        self.cost = 1 if reader.images is None else IMAGE_COST
 
     @property
     def identity(self) -> str:
         """Fingerprint of tokenizer, template and prompt columns."""
-        return f"prompts|{self.encoder.identity}|{self.reader}"
+        return f"prompts and images|{self.encoder.identity}|{self.reader}"
 
-    def __call__(self, rows: Rows, start: int, stop: int) -> list[tuple[int]]:
-        """Count the tokens of each prompt."""
+    def content(self, rows: Rows) -> str:
+        """Fingerprint of the rows, with the images that they name."""
+        images = self.reader.images
+        return rows.identity if images is None else f"{rows.identity}|{images.identity(rows, self.reader.key)}"
+
+    def __call__(self, rows: Rows, start: int, stop: int) -> list[tuple[int, int]]:
+        """Count the tokens and the images of each prompt."""
         locations = [rows.location(row) for row in range(start, stop)]
         values = rows.slice(self.reader.columns, start, stop)
-        prompts = [self.reader.read(row, location) for row, location in zip(values, locations, strict=True)]
-        return [(len(ids),) for ids in self.encoder.encode_all(prompts, locations)]
+        prompts = [
+            self.reader.read(row, location, rows.folder(start + index))
+            for index, (row, location) in enumerate(zip(values, locations, strict=True))
+        ]
+        ids = self.encoder.encode_all(prompts, locations)
+        return [(len(own), len(prompt.images)) for own, prompt in zip(ids, prompts, strict=True)]
 
 
 class PairLengths:
     """Measures the prompts and the responses of rows in tokens."""
+
+    cost = 1
 
     def __init__(self, encoder: PromptEncoder, reader: PromptReader, responses: ResponseEncoder) -> None:
         self.prompts = PromptLengths(encoder, reader)
@@ -66,11 +80,13 @@ class PairLengths:
         locations = [rows.location(row) for row in range(start, stop)]
         responses = self.responses.encode(rows.slice([self.responses.key], start, stop), locations)
         prompts = self.prompts(rows, start, stop)
-        return [(prompt, len(response.ids)) for (prompt,), response in zip(prompts, responses, strict=True)]
+        return [(prompt, len(response.ids)) for (prompt, _), response in zip(prompts, responses, strict=True)]
 
 
 class ConversationLengths:
     """Measures conversations in tokens: before the first assistant message, and from it on."""
+
+    cost = 1
 
     def __init__(self, encoder: ConversationEncoder) -> None:
         self.encoder = encoder
@@ -100,9 +116,9 @@ def measure_lengths(rows: Rows, measure: LengthMeasure, workers: int | None = No
     Raises:
         DataError: a row cannot be encoded; names it.
     """
-    if len(rows) < KEPT_ROWS:
+    if len(rows) < KEPT_ROWS // measure.cost:
         return np.array(measure(rows, 0, len(rows)), dtype=np.int32)
-    content = f"{rows.identity}|{measure.identity}"
+    content = f"{measure.content(rows) if isinstance(measure, PromptLengths) else rows.identity}|{measure.identity}"
     name = f"lengths-{digest('|'.join(map(os.path.abspath, rows.files)))}-{digest(measure.identity)}"
 
     def write(path: Path) -> None:
@@ -120,7 +136,7 @@ def default_workers(rows: int) -> int:
 
 
 def _measure(rows: Rows, measure: LengthMeasure, workers: int | None) -> np.ndarray:
-    workers = workers or default_workers(len(rows))
+    workers = workers or default_workers(len(rows) * measure.cost)
     parts: list[np.ndarray] = []
     with progress_bar(len(rows), "measuring rows") as advance:
         for part in _parts(rows, measure, workers):
@@ -130,7 +146,8 @@ def _measure(rows: Rows, measure: LengthMeasure, workers: int | None) -> np.ndar
 
 
 def _parts(rows: Rows, measure: LengthMeasure, workers: int) -> Iterator[np.ndarray]:
-    spans = [(start, min(start + _CHUNK, len(rows))) for start in range(0, len(rows), _CHUNK)]
+    chunk = _CHUNK // measure.cost
+    spans = [(start, min(start + chunk, len(rows))) for start in range(0, len(rows), chunk)]
     if workers == 1:
         for start, stop in spans:
             yield np.array(measure(rows, start, stop), dtype=np.int32)

@@ -10,7 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.base.errors import DataError
+from megarl.base.image_tokens import Image
 from megarl.base.json_text import parse_json
+from megarl.data.images import PLACEHOLDER, ImageReader, with_image_tokens
 from megarl.data.tokenizers import control_tokens, cut_middle, fewest_tokens, measured_tokens
 
 if TYPE_CHECKING:
@@ -34,41 +36,47 @@ class Prompt(NamedTuple):
         messages: chat messages, including the system message.
         tools: schemas of the tools that the prompt declares; None if the row has no tools entry.
         text: text to tokenize as it is, without the chat template; None = render the messages.
+        images: one for each part of type ``image`` in the messages, in order.
     """
 
     messages: list[dict[str, Any]]
     tools: list[dict[str, Any]] | None = None
     text: str | None = None
+    images: tuple[Image, ...] = ()
 
 
 @dataclass(frozen=True)
 class PromptReader:
-    """Reads the prompt of a row: its chat messages, system message and tools.
+    """Reads the prompt of a row: its chat messages, system message, tools and images.
 
     Attributes:
         system_prompt: system message of rows without one (as first message or in the column ``system``); None = none.
         schemas: schemas of the tools that rows may name in the column ``tools``, by name.
         template_texts: whether a text is one user message for the chat template; False = it is tokenized as it is.
+        images: reads the images; None = the model takes none.
     """
 
     key: str = "prompt"
     system_prompt: str | None = None
     schemas: Mapping[str, Mapping[str, Any]] = field(default_factory=dict)
     template_texts: bool = True
+    images: ImageReader | None = None
 
     @property
     def columns(self) -> tuple[str, ...]:
         """Columns that :meth:`read` uses."""
-        return (self.key, SYSTEM_COLUMN, TOOLS_COLUMN)
+        return (self.key, SYSTEM_COLUMN, TOOLS_COLUMN, *([] if self.images is None else [self.images.key]))
 
-    def read(self, values: Mapping[str, Any], location: str) -> Prompt:
+    def read(self, values: Mapping[str, Any], location: str, folder: str = ".") -> Prompt:
         """Read the prompt of a row.
 
         Args:
             location: file and row, for errors.
+            folder: folder of relative paths of images.
 
         Raises:
-            DataError: the row has two system messages, or its tools are malformed or unknown.
+            DataError: the row has two system messages, its tools are malformed or unknown, or see
+                :meth:`megarl.data.images.ImageReader.read`.
         """
         prompt = values[self.key]
         if isinstance(prompt, str) and not self.template_texts:
@@ -84,13 +92,18 @@ class PromptReader:
                 text = f"{location}: column {SYSTEM_COLUMN!r} must hold strings, not {system!r:.80}"
                 raise DataError(text, code="data.column-type")
             messages = [{"role": "system", "content": system}, *messages]
-        return Prompt(messages, self._tools(values.get(TOOLS_COLUMN), location))
+        tools = self._tools(values.get(TOOLS_COLUMN), location)
+        if self.images is None:
+            return Prompt(messages, tools)
+        messages, images = self.images.read(messages, values.get(self.images.key), location, folder)
+        return Prompt(messages, tools, images=images)
 
     def _text(self, text: str, values: Mapping[str, Any], location: str) -> Prompt:
         for source, entry in (
             ("data.system_prompt", self.system_prompt),
             (f"column {SYSTEM_COLUMN!r}", values.get(SYSTEM_COLUMN)),
             (f"column {TOOLS_COLUMN!r}", values.get(TOOLS_COLUMN)),
+            ("an image", self.images and (values.get(self.images.key) or PLACEHOLDER in text)),
         ):
             if entry:
                 problem = f"{location}: {source} has no place in a plain-text prompt; set data.apply_chat_template=true"
@@ -162,10 +175,11 @@ class PromptEncoder:
     Args:
         generation_prompt: False renders complete conversations instead, including the last response.
         max_tokens: tokens of a prompt that are used, at most; a prompt that is several times longer by its length is
-            tokenized without its middle. None = all are used.
+            tokenized without its middle, unless it has images. None = all are used.
+        image_token: the model's image token, which becomes the tokens of an image; None = the model takes no images.
 
     Raises:
-        DataError: the tokenizer has no chat template.
+        DataError: the tokenizer has no chat template, or lacks the image token.
     """
 
     def __init__(
@@ -176,6 +190,7 @@ class PromptEncoder:
         generation_prompt: bool = True,
         vocab_size: int | None = None,
         max_tokens: int | None = None,
+        image_token: int | None = None,
     ) -> None:
         if not getattr(tokenizer, "chat_template", None):
             name = getattr(tokenizer, "name_or_path", "")
@@ -186,6 +201,8 @@ class PromptEncoder:
         self.generation_prompt = generation_prompt
         self.vocabulary = ModelVocabulary(tokenizer, vocab_size)
         self._measured = None if max_tokens is None else measured_tokens(max_tokens)
+        self.image_token = image_token
+        self._image_text = "" if image_token is None else _text_of_token(tokenizer, image_token)
 
     def encode(self, prompt: Prompt, location: str) -> list[int]:
         """Tokenize one prompt.
@@ -197,9 +214,9 @@ class PromptEncoder:
             if prompt.text is not None:
                 ids = self._encode_text(self._shorten(prompt.text))
             else:
-                ids = self.encode_rendered(self._shorten(self._render([prompt.messages], prompt.tools)[0]))
-        self.vocabulary.check(ids, location)
-        return ids
+                (text,) = self._render([prompt.messages], prompt.tools)
+                ids = self.encode_rendered(text if prompt.images else self._shorten(text))
+        return self._checked(ids, prompt, location)
 
     def encode_rendered(self, text: str) -> list[int]:
         """Tokenize a rendered text, which has its special tokens."""
@@ -226,12 +243,17 @@ class PromptEncoder:
         for group in by_tools.values():
             try:
                 texts = self._render([prompts[index].messages for index in group], prompts[group[0]].tools)
-                encoded = control_tokens(self.tokenizer).encode_all([*map(self._shorten, texts)])
+                texts = [
+                    text if prompts[index].images else self._shorten(text)
+                    for index, text in zip(group, texts, strict=True)
+                ]
+                encoded = control_tokens(self.tokenizer).encode_all(texts)
             except Exception:  # repeat row by row, to name the row
-                encoded = [self.encode(prompts[index], locations[index]) for index in group]
+                for index in group:
+                    ids[index] = self.encode(prompts[index], locations[index])
+                continue
             for index, prompt_ids in zip(group, encoded, strict=True):
-                self.vocabulary.check(prompt_ids, locations[index])
-                ids[index] = prompt_ids
+                ids[index] = self._checked(prompt_ids, prompts[index], locations[index])
         return ids
 
     def check_vocabulary(self, prompts: Sequence[Prompt], location: str) -> None:
@@ -262,6 +284,8 @@ class PromptEncoder:
         vocabulary = core.to_str() if core is not None else json.dumps(self.tokenizer.get_vocab(), sort_keys=True)
         parts = [vocabulary, str(self.tokenizer.chat_template), json.dumps(self.template_kwargs, default=str)]
         parts.append(f"{self.generation_prompt} {_ENCODING}{self.vocabulary.limit or ''} {self._measured}")
+        if self.image_token is not None:
+            parts.append(str(self.image_token))
         return hashlib.blake2b("\0".join(parts).encode(), digest_size=16).hexdigest()
 
     def _encode_text(self, text: str) -> list[int]:
@@ -270,10 +294,17 @@ class PromptEncoder:
         first = next((n for n in range(len(ids)) if ids[n : n + len(plain)] == plain), 0)
         return ids[first:] if first and plain[:first] == ids[:first] else ids
 
+    def _checked(self, ids: list[int], prompt: Prompt, location: str) -> list[int]:
+        """Check a prompt's tokens, and insert those of its images."""
+        self.vocabulary.check(ids, location)
+        return ids if self.image_token is None else with_image_tokens(ids, prompt.images, self.image_token, location)
+
     def _shorten(self, text: str) -> str:
         return text if self._measured is None else cut_middle(self.tokenizer, text, self._measured)
 
     def _render(self, messages: list[list[dict[str, Any]]], tools: list[dict[str, Any]] | None) -> list[str]:
+        if self._image_text:  # only an image may become an image token
+            messages = control_tokens(self.tokenizer).hide_token(messages, self._image_text)
         texts: list[str] = self.tokenizer.apply_chat_template(
             messages,
             tools=tools or None,
@@ -300,7 +331,20 @@ def _named(prompt: Prompt, location: str) -> Iterator[None]:
 
 def _text_of(prompt: Prompt) -> str:
     contents = [message.get("content") for message in prompt.messages]
-    return prompt.text or "\n".join(content for content in contents if isinstance(content, str))
+    parts = (part for content in contents if isinstance(content, list) for part in content)
+    texts = (*contents, *(part.get("text") for part in parts))
+    return prompt.text or "\n".join(text for text in texts if isinstance(text, str))
+
+
+def _text_of_token(tokenizer: PreTrainedTokenizerBase, token: int) -> str:
+    text = tokenizer.convert_ids_to_tokens(token) if token < len(tokenizer) else None
+    if text is None:
+        raise DataError(
+            f"the tokenizer {tokenizer.name_or_path!r} has no token {token}, the image token of the model; set the "
+            "model's tokenizer_path to the tokenizer of the model",
+            code="tokenizer.no-image-token",
+        )
+    return str(text)
 
 
 def _user_message(text: str) -> dict[str, Any]:

@@ -206,6 +206,14 @@ class ControlTokens:
             return {self.hide(str(name), role): self.hide_all(inner, role) for name, inner in value.items()}
         return [self.hide_all(inner, role) for inner in value] if isinstance(value, list | tuple) else value
 
+    def hide_token(self, value: Any, token: str) -> Any:
+        """Hide one control token in all texts of a JSON value, whole occurrences only."""
+        if isinstance(value, str):
+            return value.replace(token, _placeholder("text", token))
+        if isinstance(value, Mapping):
+            return {name: self.hide_token(inner, token) for name, inner in value.items()}
+        return [self.hide_token(inner, token) for inner in value] if isinstance(value, list | tuple) else value
+
     def hide_messages(self, messages: Iterable[Mapping[str, Any]]) -> list[dict[str, Any]]:
         """Hide the control tokens in all fields of chat messages; the roles stay."""
         return [{**self.hide_all(message, message["role"]), "role": message["role"]} for message in messages]

@@ -11,6 +11,7 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError
+from megarl.base.image_tokens import image_spans
 from megarl.base.logs import ProcessLogs
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import Outcome
@@ -54,7 +55,16 @@ class TaskBuilder:
 
     def text(self, ids: TokenIds) -> str:
         """Decode token ids."""
-        return str(self.tokenizer.decode(ids if isinstance(ids, Sequence) else ids.tolist(), skip_special_tokens=True))
+        return decode_text(self.tokenizer, ids)
+
+
+def decode_text(tokenizer: PreTrainedTokenizerBase, ids: TokenIds) -> str:
+    """Decode token ids without special tokens; ``<image>`` stands for the tokens of an image."""
+    numbers, parts, done = list(ids) if isinstance(ids, Sequence) else ids.tolist(), list[str](), 0
+    for span in image_spans(numbers):
+        parts += [str(tokenizer.decode(numbers[done : span.start], skip_special_tokens=True)), "<image>"]
+        done = span.stop
+    return "".join([*parts, str(tokenizer.decode(numbers[done:], skip_special_tokens=True))])
 
 
 @dataclass(frozen=True)

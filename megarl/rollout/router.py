@@ -15,6 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
+from megarl.base.image_tokens import Image
 from megarl.base.reductions import Smallest, Total
 from megarl.rollout.interface import Completion, Request, RolloutError, SamplingParams
 from megarl.rollout.request_scheduler import PendingRequest, RequestScheduler
@@ -274,12 +275,13 @@ class Router:
         key: str = "",
         routes_from: int | None = None,
         prior: Completion | None = None,
+        images: Sequence[Image] = (),
     ) -> Completion:
         """Generate one response. Cancelling the call aborts the request.
 
         Args:
             key: requests with one key share a prefix; empty = no shared prefix.
-            routes_from, prior: see :class:`~megarl.rollout.interface.Request`.
+            routes_from, prior, images: see :class:`~megarl.rollout.interface.Request`.
 
         Raises:
             NoReplicaLeft: all replicas are lost.
@@ -293,7 +295,7 @@ class Router:
         name = f"{self.client}-{self._count}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         entry = PendingRequest(
-            Request(name, prompt_ids, params, seed, prior, routes_from),
+            Request(name, prompt_ids, params, seed, prior, routes_from, images),
             key or name,
             params.max_new_tokens,
             PROMPT_TOKEN_COST * len(prompt_ids),

@@ -10,7 +10,6 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
-import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.build import default_agent_loop
@@ -24,13 +23,16 @@ from megarl.agents.types import (
     SampleId,
     StoredTurn,
     Trajectory,
+    narrow_ids,
 )
+from megarl.base.image_tokens import Image
 from megarl.base.reductions import Metrics
 from megarl.base.seeds import derive_seed
 from megarl.config.schema.algorithm import SYNC
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.data import DataProto
+from megarl.data.images import IMAGES
 from megarl.rewards.outcome import REWARD_COUNTS
 from megarl.rollout.interface import SamplingParams
 from megarl.rollout.router import Replica, RouterStats
@@ -264,6 +266,9 @@ class Rollouts:
 
     def restored_group(self, stored: Mapping[str, Any], turns: Mapping[int, Sequence[StoredTurn]]) -> ConversationGroup:
         """Build a training group from its fields :data:`STORED`, and the turns of its unfinished samples."""
+        if images := stored["facts"].get(IMAGES):  # a checkpoint stores plain tuples
+            facts = {**stored["facts"], IMAGES: tuple(Image(*image) for image in images)}
+            stored = {**stored, "facts": facts}
         return ConversationGroup(
             params=self._training_params,
             messages=stored["facts"].get("raw_prompt", ()),
@@ -361,7 +366,7 @@ class Rollouts:
 def _prompt_rows(prompts: DataProto) -> list[tuple[np.ndarray, dict[str, Any]]]:
     """Return the token ids and the other columns of each prompt."""
     facts = [{name: column[row] for name, column in prompts.non_tensor_batch.items()} for row in range(len(prompts))]
-    return [(ids.numpy(), row) for ids, row in zip(prompts.unpadded("prompts", torch.int32), facts, strict=True)]
+    return [(narrow_ids(ids.numpy()), row) for ids, row in zip(prompts.unpadded("prompts"), facts, strict=True)]
 
 
 def _uid(origin: tuple[int, ...]) -> str:

@@ -89,7 +89,8 @@ class PromptsConfig(RowConfig):
     )
     truncation: str = key(
         "error",
-        "Handling of prompts that are too long: stop with an error, or cut at the left, right or middle.",
+        "Handling of prompts that are too long: stop with an error, or cut at the left, right or middle. A prompt "
+        "with images is never cut.",
         choices=("error", "left", "right", "middle"),
     )
     max_prompt_length: int = key(512, "Longest prompt, in tokens.", at_least=1)
@@ -97,6 +98,18 @@ class PromptsConfig(RowConfig):
     val_batch_size: int | None = key(None, "Prompts per validation batch; null = all in one batch.", at_least=1)
     filter_overlong_prompts: bool = key(
         False, "Drop prompts longer than `max_prompt_length` (counted) instead of applying `truncation`."
+    )
+    image_key: str = key(
+        "images",
+        "Column of a row's images, for a vision-language model: a list of bytes, paths, or mappings with `bytes` or "
+        "`path`, one for each `<image>` in the prompt.",
+    )
+    video_key: str = key("videos", "Column of videos, which no job reads: it must be empty.")
+    mm_processor_kwargs: dict[str, Any] = key(
+        {}, "Settings that replace those of the model's image processor, such as `max_pixels`."
+    )
+    image_patch_size: int | None = key(
+        None, "Patch size of the vision tower, which must be the model's; null = unchecked.", at_least=1
     )
 
 

@@ -81,7 +81,7 @@ REMOVED: dict[str, Rule] = {
 
 _CORRECTION = "algorithm.rollout_correction"
 _NEW_RESPONSES = "every step generates new responses; trainer.rollout_data_dir keeps them"
-_TEXTS = "megarl trains on text: it has no images, video or sound"
+_TEXTS = "supervised training reads text, without images or video"
 _MODE = "trainer.v1.trainer_mode"
 _ASYNC = "nearest: the section async_training"
 _ADMISSION = "async_training.max_staleness admits prompts ahead, so that no sample becomes too stale"
@@ -117,11 +117,8 @@ _DATA: dict[str, Rule] = {
     "data.return_full_prompt": Only((False,), "set trainer.rollout_data_dir to record prompts"),
     "data.dataloader_num_workers": NoEffect("the loader reads rows from memory-mapped files on demand"),
     "data.validation_shuffle": Only((False,), "validation reads its rows in order"),
-    "data.image_key": Only(("images",), _TEXTS),
-    "data.video_key": Only(("videos",), _TEXTS),
-    "data.audio_key": Only(("audios",), _TEXTS),
-    **dict.fromkeys(("data.image_patch_size", "data.return_multi_modal_inputs"), NoEffect(_TEXTS)),
-    "data.mm_processor_kwargs.*": Refused(_TEXTS),
+    "data.audio_key": Only(("audios",), "megarl reads images, but no sound"),
+    "data.return_multi_modal_inputs": NoEffect("encoded images travel; the vision tower's ranks process them"),
 }
 
 _ALGORITHM: dict[str, Rule] = {

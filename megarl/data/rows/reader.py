@@ -83,6 +83,8 @@ def check_files(
     prompt_key: str | None = None,
     text_columns: Sequence[str] = (),
     source_key: str = "data_source",
+    media: Sequence[str] = MEDIA,
+    parts: bool = False,
 ) -> int:
     """Check the schema of data files, and the first rows of JSON; return the number of all rows.
 
@@ -90,12 +92,13 @@ def check_files(
         field: configuration key of the files, for messages.
         prompt_key: column that must contain chat messages, if any.
         text_columns: columns that must contain strings or messages.
+        media, parts: see :class:`megarl.data.rows.schema.RowSchema`.
 
     Raises:
         DataError: a file is missing or of an unknown format, a column is missing or of the wrong type, or there is no
             row.
     """
-    schema = RowSchema(prompt_key, tuple(required_columns), tuple(text_columns), source_key)
+    schema = RowSchema(prompt_key, tuple(required_columns), tuple(text_columns), source_key, tuple(media), parts)
     if not files:
         raise DataError(f"{field} is empty; name at least one parquet or JSONL file", code="data.no-file-named")
     try:
@@ -117,10 +120,10 @@ def _check_file(path: str, schema: RowSchema) -> int:
         return check_json_sample(path, schema)
     with open_parquet(path) as reader:
         check_schema(path, reader.schema_arrow, schema)
-        if media := [name for name in MEDIA if name in reader.schema_arrow.names]:
+        if media := [name for name in schema.media if name in reader.schema_arrow.names]:
             first = 0
             for batch in reader.iter_batches(_MEDIA_ROWS, columns=media):
-                check_media(path, batch, first)
+                check_media(path, batch, first, media)
                 first += len(batch)
         return int(reader.metadata.num_rows)
 
@@ -135,6 +138,7 @@ class Rows:
         optional: columns of every row, None if the file does not have them.
         source_key: the required column with the name of the data source.
         cache_dir: folder for converted files, see :class:`megarl.data.rows.cache.Cache`.
+        media, parts: see :class:`megarl.data.rows.schema.RowSchema`.
 
     Attributes:
         columns: names of all files' columns, and the optional columns.
@@ -153,12 +157,14 @@ class Rows:
         optional: Sequence[str] = (),
         source_key: str = "data_source",
         cache_dir: str | None = None,
+        media: Sequence[str] = MEDIA,
+        parts: bool = False,
     ) -> None:
         self.files = expand_files(files)
         self.cache = Cache(cache_dir)
         self._optional = tuple(optional)
         self._open()
-        schema = RowSchema(prompt_key, tuple(required), tuple(text_columns), source_key)
+        schema = RowSchema(prompt_key, tuple(required), tuple(text_columns), source_key, tuple(media), parts)
         for source in self._sources:
             source.check(schema)
         if not len(self):
@@ -230,6 +236,11 @@ class Rows:
         """Name file and row number within the file, for messages."""
         file, number = self._locate(row)
         return f"{self.files[file]}, row {number}"
+
+    def folder(self, row: int) -> str:
+        """Return the folder of a row's file, for paths in the row."""
+        path = self.files[self._locate(row)[0]]
+        return path if os.path.isdir(path) else os.path.dirname(os.path.abspath(path))
 
     def _locate(self, row: int) -> tuple[int, int]:
         if not 0 <= row < len(self):

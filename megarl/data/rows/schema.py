@@ -15,9 +15,12 @@ from megarl.base.errors import DataError
 RLHF_COLUMNS = ("data_source", "reward_model")
 MESSAGES_FORM = 'lists of {"role": string, "content": string}'
 PROMPT_FORM = 'a text, or a list of chat messages {"role": string, "content": string}'
-MEDIA = ("images", "videos", "audios", "image", "video", "audio")
-"""Columns of data that models of text do not read; the first three are verl's names."""
-_MEDIA_PROBLEM = "is not empty, and models of text do not read it; leave such rows out, or remove the column"
+MEDIA = ("images", "videos", "audios", "image", "video", "audio", "multi_modal_data", "multi_modal_inputs")
+"""Columns of images, videos and sounds; the first three and the last two are verl's names."""
+_MEDIA_PROBLEM = (
+    "is not empty, but this job does not read it: jobs that generate with a vision-language model read images, from "
+    "data.image_key, and none reads video or sound; leave such rows out, or remove the column"
+)
 REWARD_MODEL_FORM = 'a struct with "ground_truth"'
 
 
@@ -30,12 +33,16 @@ class RowSchema:
         required: columns that must exist without nulls.
         texts: columns that must exist without nulls and contain strings or messages.
         source: the required column with the name of the data source, a string.
+        media: columns that must not exist or be empty: images, videos and sounds that are not read.
+        parts: whether the content of a message may be a list of parts, texts and images.
     """
 
     prompt: str | None = None
     required: tuple[str, ...] = ()
     texts: tuple[str, ...] = ()
     source: str = "data_source"
+    media: tuple[str, ...] = MEDIA
+    parts: bool = False
 
     @property
     def names(self) -> tuple[str, ...]:
@@ -64,7 +71,7 @@ def check_schema(path: str, schema: pa.Schema, expected: RowSchema) -> None:
     """
     check_names(path, schema.names, expected)
     type_ = schema.field(expected.prompt).type if expected.prompt else None
-    if type_ is not None and not (_is_text(type_) or _holds_messages(type_)):
+    if type_ is not None and not (_is_text(type_) or _holds_messages(type_, expected.parts)):
         text = f"{path}: column {expected.prompt!r} must be {PROMPT_FORM}, it is {type_}"
         raise DataError(text, code="data.column-type")
     if expected.source in expected.required and not _is_text(schema.field(expected.source).type):
@@ -91,7 +98,7 @@ def check_batch(path: str, batch: pa.RecordBatch, first: int, expected: RowSchem
     Raises:
         DataError: a value is missing; names the file, the column and the row.
     """
-    check_media(path, batch, first)
+    check_media(path, batch, first, expected.media)
     for name in expected.names:
         needed = PROMPT_FORM if name == expected.prompt else "a value"
         why = f"is null; every row needs {needed}"
@@ -115,13 +122,12 @@ def check_batch(path: str, batch: pa.RecordBatch, first: int, expected: RowSchem
         _refuse(path, "reward_model", missing, first, why, code="data.null-value")
 
 
-def check_media(path: str, batch: pa.RecordBatch, first: int) -> None:
-    """Check that rows of a columnar file have no images, videos or sounds; arguments and errors as above."""
-    for name in MEDIA:
+def check_media(path: str, batch: pa.RecordBatch, first: int, media: Sequence[str]) -> None:
+    """Check that columns of images, videos or sounds are empty; arguments and errors as above."""
+    for name in media:
         if name in batch.schema.names:
             column = batch.column(name)
-            is_list = pa.types.is_list(column.type) or pa.types.is_large_list(column.type)
-            flags = pc.greater(pc.list_value_length(column), 0) if is_list else pc.is_valid(column)
+            flags = pc.greater(pc.list_value_length(column), 0) if _is_list(column.type) else pc.is_valid(column)
             _refuse(path, name, flags, first, _MEDIA_PROBLEM, code="data.media-column")
 
 
@@ -141,7 +147,7 @@ def check_row(path: str, number: int, row: Mapping[str, Any], expected: RowSchem
     for name in expected.names:
         if problem := _value_problem(name, row.get(name), expected):
             raise DataError(f"{path}: column {name!r}, row {number} {problem.text}", code=problem.code)
-    if media := next(filter(row.get, MEDIA), None):
+    if media := next(filter(row.get, expected.media), None):
         raise DataError(f"{path}: column {media!r}, row {number} {_MEDIA_PROBLEM}", code="data.media-column")
 
 
@@ -153,7 +159,7 @@ def _value_problem(name: str, value: Any, expected: RowSchema) -> DataError | No
     if name == expected.prompt:
         if isinstance(value, str):
             return None if value else DataError("is an empty text", code="data.empty-prompt")
-        return messages_problem(value)
+        return messages_problem(value, parts=expected.parts)
     if name in expected.texts and not isinstance(value, str) and messages_problem(value, empty=True):
         return DataError(f"must hold strings or {MESSAGES_FORM}, not {value!r:.80}", code="data.column-type")
     if name == expected.source and name in expected.required and not isinstance(value, str):
@@ -166,11 +172,12 @@ def _value_problem(name: str, value: Any, expected: RowSchema) -> DataError | No
     return None
 
 
-def messages_problem(value: Any, empty: bool = False) -> DataError | None:
+def messages_problem(value: Any, empty: bool = False, parts: bool = False) -> DataError | None:
     """Return the problem of a value that must be chat messages; None for valid messages.
 
     Args:
         empty: whether there may be no message.
+        parts: whether a content may be a list.
     """
     if not isinstance(value, list) or not all(isinstance(message, Mapping) for message in value):
         return DataError(f"must be {PROMPT_FORM}, it is {value!r:.80}", code="data.column-type")
@@ -181,7 +188,7 @@ def messages_problem(value: Any, empty: bool = False) -> DataError | None:
             if message.get(part) is None:
                 text = f"has a message whose {part!r} is null; it must be a string"
                 return DataError(text, code="data.null-value")
-            if not isinstance(message[part], str):
+            if not isinstance(message[part], (str, list) if parts and part == "content" else str):
                 text = f"must be {PROMPT_FORM}, it has {part!r}: {message[part]!r:.80}"
                 return DataError(text, code="data.column-type")
     return None
@@ -198,10 +205,16 @@ def _is_text(type_: pa.DataType) -> bool:
     return bool(pa.types.is_string(type_) or pa.types.is_large_string(type_))
 
 
-def _holds_messages(type_: pa.DataType) -> bool:
-    if not (pa.types.is_list(type_) or pa.types.is_large_list(type_)):
+def _holds_messages(type_: pa.DataType, parts: bool = False) -> bool:
+    """Whether a column has chat messages; with ``parts``, a content may be a list of structs."""
+    if not _is_list(type_) or not pa.types.is_struct(message := type_.value_type):
         return False
-    message = type_.value_type
-    return pa.types.is_struct(message) and all(
-        message.get_field_index(name) >= 0 and _is_text(message.field(name).type) for name in ("role", "content")
-    )
+    if any(message.get_field_index(name) < 0 for name in ("role", "content")):
+        return False
+    content = message.field("content").type
+    in_parts = parts and _is_list(content) and pa.types.is_struct(content.value_type)
+    return _is_text(message.field("role").type) and (in_parts or _is_text(content))
+
+
+def _is_list(type_: pa.DataType) -> bool:
+    return bool(pa.types.is_list(type_) or pa.types.is_large_list(type_))

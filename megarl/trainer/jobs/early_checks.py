@@ -12,6 +12,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 from megarl.base.errors import ConfigError, ModelError
 from megarl.base.files import WRITABLE, write_error
@@ -28,7 +29,7 @@ from megarl.config import (
 )
 from megarl.config.schema.data import DataSourceConfig, PreferenceDataConfig, RewardPairDataConfig
 from megarl.config.schema.distillation import TeacherConfig
-from megarl.config.schema.jobs import JobConfig, SupervisedConfig, own_pools
+from megarl.config.schema.jobs import GenerationJobConfig, JobConfig, SupervisedConfig, own_pools
 from megarl.config.stored import output_files, output_folders
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
@@ -36,6 +37,7 @@ from megarl.models.hf_folder import image_grid
 from megarl.models.multi_token import unused_tensors, warn_of_unused
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.output_folders import check_output_files
+from megarl.trainer.phases.prompt_images import image_reader, unread_columns
 from megarl.trainer.roles.devices import check_dashboard, check_devices
 from megarl.workers.settings import check_adapters, check_role, check_router_replay
 
@@ -253,7 +255,7 @@ def check_rows(config: JobConfig) -> None:
     """
     if isinstance(config, GenerateConfig):
         if config.data.val_files:  # otherwise the prompts are texts, or on the standard input
-            check_files(config.data.val_files, (), "data.val_files", config.data.prompt_key)
+            check_files(config.data.val_files, (), "data.val_files", config.data.prompt_key, **_media(config))
     elif isinstance(config, SFTConfig):
         texts = () if config.data.messages_key else (config.data.response_key,)
         _check_training_files(config.data, prompt=config.data.messages_key or config.data.prompt_key, texts=texts)
@@ -268,11 +270,16 @@ def check_rows(config: JobConfig) -> None:
 def check_prompt_rows(config: TrainConfig | EvaluateConfig) -> None:
     """Check that the files have prompts, data sources and ground truths."""
     data = config.data
-    columns = (data.reward_fn_key, "reward_model")
+    columns, options = (data.reward_fn_key, "reward_model"), {"source_key": data.reward_fn_key, **_media(config)}
     if isinstance(config, TrainConfig):
-        _check_training_files(config.data, columns, data.prompt_key, source_key=data.reward_fn_key)
+        _check_training_files(config.data, columns, data.prompt_key, **options)
     if data.val_files:
-        check_files(data.val_files, columns, "data.val_files", data.prompt_key, source_key=data.reward_fn_key)
+        check_files(data.val_files, columns, "data.val_files", data.prompt_key, **options)
+
+
+def _media(config: GenerationJobConfig) -> dict[str, Any]:
+    """Return the arguments of :func:`megarl.data.check_files` that depend on whether the policy reads images."""
+    return {"media": unread_columns(config), "parts": image_reader(config) is not None}
 
 
 def _check_pairs(config: PairTrainingConfig) -> None:
@@ -292,11 +299,11 @@ def _check_training_files(
     columns: Sequence[str] = (),
     prompt: str | None = None,
     texts: Sequence[str] = (),
-    source_key: str = "data_source",
+    **options: Any,
 ) -> None:
     """Check the training files, or the files of a mixture; arguments as of :func:`megarl.data.check_files`."""
     mixture: Mapping[str, Sequence[str]] = {
         f"data.mixture.{name}.files": entry["files"] for name, entry in data.mixture.items()
     }
     for field, files in (mixture or {"data.train_files": data.train_files}).items():
-        check_files(files, columns, field, prompt, texts, source_key)
+        check_files(files, columns, field, prompt, texts, **options)

@@ -21,6 +21,7 @@ from megarl.cluster.agent_runners import AgentRunners
 from megarl.config.schema.jobs import REWARD_MODEL, BestAnswersConfig, EvaluateConfig
 from megarl.config.stored import stored_config
 from megarl.data import DataProto
+from megarl.data.images import IMAGES, stored_images, stored_message
 from megarl.samples.reward_functions import runner_scorers
 from megarl.samples.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.tracking import validation_table
@@ -40,6 +41,7 @@ METRICS_FILE = "metrics.json"
 ANSWERS = "answers"
 SAMPLES_IN_REPORT = 256
 MESSAGES = pa.list_(pa.struct([("role", pa.string()), ("content", pa.string())]))
+FILES = pa.list_(pa.struct([("bytes", pa.binary())]))
 COLUMNS = pa.schema(
     [("prompt", MESSAGES), ("response", MESSAGES), ("data_source", pa.string()), ("score", pa.float64())]
 )
@@ -131,7 +133,7 @@ class BestAnswers:
         if self.config.file is None:
             return
         scores = row_sums(batch, "token_level_scores").numpy()
-        uids = batch.non_tensor_batch["uid"]
+        uids, images = batch.non_tensor_batch["uid"], batch.non_tensor_batch.get(IMAGES)
         usable = (counted_rows(batch) & ~truncated_rows(batch)).numpy()
         self.prompts += len(set(uids.tolist()))
         for row in best_of_groups(scores, uids, usable, self.config.keep):
@@ -139,6 +141,7 @@ class BestAnswers:
                 self._rows.append(
                     {
                         "prompt": [_message(message) for message in batch.non_tensor_batch["raw_prompt"][row]],
+                        **({} if images is None else {IMAGES: stored_images(images[row])}),
                         "response": self._turns(batch, row),
                         "data_source": str(batch.non_tensor_batch["data_source"][row]),
                         "score": float(scores[row]),
@@ -161,7 +164,8 @@ class BestAnswers:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as unfinished:
-            pq.write_table(pa.Table.from_pylist(self._rows, schema=COLUMNS), unfinished)
+            columns = COLUMNS.append(pa.field(IMAGES, FILES)) if IMAGES in self._rows[0] else COLUMNS
+            pq.write_table(pa.Table.from_pylist(self._rows, schema=columns), unfinished)
         return f"best answers: {path}, {len(self._rows)} answers to {self.prompts} prompts"
 
     def _turns(self, batch: DataProto, row: int) -> list[dict[str, str]]:
@@ -180,4 +184,4 @@ class BestAnswers:
 
 
 def _message(message: Any) -> dict[str, str]:
-    return {"role": str(message["role"]), "content": str(message["content"])}
+    return {"role": str(message["role"]), "content": str(stored_message(message)["content"])}

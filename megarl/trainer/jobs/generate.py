@@ -20,6 +20,7 @@ from megarl.cluster.agent_runners import AgentRunners
 from megarl.config import GenerateConfig
 from megarl.config.schema.jobs import STANDARD_INPUT
 from megarl.data import DataProto
+from megarl.data.images import IMAGES, stored_images, stored_message
 from megarl.tracing import PHASE, span
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
 from megarl.trainer.jobs.preflight import check_generation
@@ -123,16 +124,20 @@ def answer_rows(
     rows = []
     for row, messages in enumerate(prompts.non_tensor_batch[MESSAGES]):
         fields = {name: values[row] for name, values in columns.items() if values[row] not in (None, {})}
-        rows.append({"prompt": messages, **fields, RESPONSES: texts[row * samples : (row + 1) * samples]})
+        if IMAGES in fields:
+            fields[IMAGES] = stored_images(fields[IMAGES])
+        answers = texts[row * samples : (row + 1) * samples]
+        rows.append({"prompt": [*map(stored_message, messages)], **fields, RESPONSES: answers})
     return rows
 
 
 def write_answers(target: Path, rows: list[dict[str, Any]]) -> None:
-    """Write rows atomically as Parquet (suffix ``.parquet``) or JSON lines."""
+    """Write rows atomically as Parquet (suffix ``.parquet``) or JSON lines, which hold no images."""
     target.parent.mkdir(parents=True, exist_ok=True)
     with atomic_write(target) as unfinished:
         if target.suffix == ".parquet":
             pq.write_table(pa.Table.from_pylist(rows), unfinished)
         else:
-            lines = (format_json(row, ensure_ascii=False, default=str) for row in rows)
+            texts = ({name: value for name, value in row.items() if name != IMAGES} for row in rows)
+            lines = (format_json(row, ensure_ascii=False, default=str) for row in texts)
             unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")

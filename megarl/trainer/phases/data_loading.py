@@ -25,6 +25,7 @@ from megarl.data.tokenization import PromptEncoder, PromptReader
 from megarl.models import read_model_config
 from megarl.rollout.settings import context_tokens
 from megarl.trainer.phases.model_passes import check_teacher_keys
+from megarl.trainer.phases.prompt_images import image_reader, unread_columns
 
 Prompts: TypeAlias = RLHFDataset | CustomPrompts
 
@@ -180,19 +181,24 @@ def _prompts(
     if issubclass(kind, RLHFDataset) and not reads_its_files(keys):
         return _dataset(config, files, tokenizer, kind, **subset)
     vocab_size, prompt_room = _model_limits(config)
+    images = image_reader(config)
     return CustomPrompts(
         kind,
         files,
         tokenizer,
         _verls_section(data),
         subset["max_samples"],
-        reader=PromptReader(data.prompt_key, data.system_prompt, _tool_schemas(config), data.apply_chat_template),
+        reader=PromptReader(
+            data.prompt_key, data.system_prompt, _tool_schemas(config), data.apply_chat_template, images
+        ),
         encoder=PromptEncoder(
             tokenizer,
             data.apply_chat_template_kwargs,
             vocab_size=vocab_size,
             max_tokens=data.max_prompt_length,
+            image_token=None if images is None else images.token,
         ),
+        media=unread_columns(config),
         prompt_room=prompt_room,
         max_prompt_length=data.max_prompt_length,
         truncation=data.truncation,
@@ -209,6 +215,7 @@ def _dataset(
 ) -> RLHFDataset:
     data: PromptsConfig = config.data
     vocab_size, prompt_room = _model_limits(config)
+    images = image_reader(config)
     dataset = kind(
         files,
         tokenizer,
@@ -225,6 +232,8 @@ def _dataset(
         cache_dir=data.cache_dir,
         vocab_size=vocab_size,
         prompt_room=prompt_room,
+        images=images,
+        media=unread_columns(config),
         **sample,
     )
     check_agent_names(config, dataset.source.first_rows(AGENT_NAME), dataset.source.location)

@@ -17,6 +17,7 @@ from megarl.data import DataProto, sequence_lengths
 from megarl.data.rollout_dump import DumpMetadata, RolloutDump
 from megarl.data.tokenizers import characters_per_token
 from megarl.rewards.outcome import EXTRA
+from megarl.rewards.scorer import decode_text
 from megarl.tracking.sample_files import write_samples
 from megarl.tracking.token_columns import TokenValues
 from megarl.workers.row_math import FINISH_REASON, generated_tokens, row_sums, trained_tokens
@@ -65,7 +66,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     for row, (prompt, response) in enumerate(zip(batch.unpadded("prompts"), batch.unpadded("responses"), strict=True)):
         ids, generated = response.tolist(), [] if masks is None else masks[row].tolist()
         sample = {
-            "input": tokenizer.decode(prompt.tolist(), skip_special_tokens=True),
+            "input": decode_text(tokenizer, prompt.tolist()),
             "output": tokenizer.decode(ids, skip_special_tokens=True),
             "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
             "score": None if failed[row] else scores[row],

@@ -1,0 +1,200 @@
+"""Images of prompts: from the entries and placeholders of a row to encoded files and their tokens; imports no torch."""
+
+from __future__ import annotations
+
+import hashlib
+import itertools
+import re
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
+
+from megarl.base.errors import DataError
+from megarl.base.image_files import MAX_BYTES, ImageProcessor
+from megarl.base.image_tokens import Image
+
+if TYPE_CHECKING:
+    from megarl.data.rows.reader import Rows
+
+IMAGES = "images"
+"""Column of a batch with the images of each prompt, a tuple of :class:`~megarl.base.image_tokens.Image`."""
+PLACEHOLDER = "<image>"
+"""Text that stands for an image, as in verl's data sets."""
+_PLACEHOLDERS = re.compile("(<image>|<video>)")
+_SOURCES = ("bytes", "image", "path")
+"""Fields of an entry, or of a part of a message, that have an image; the first that is not null counts."""
+_FORM = 'the bytes of a file, its path, {"bytes": ...}, {"path": ...} or {"image": one of these}'
+_BLOCK = 32
+
+
+@dataclass(frozen=True)
+class ImageReader:
+    """Reads the images of rows, for a model that takes images.
+
+    Attributes:
+        token: the model's image token.
+        key: column of a row's images, a list; an entry is one of the forms in verl's data sets.
+    """
+
+    processor: ImageProcessor
+    token: int
+    key: str = IMAGES
+
+    def read(
+        self, messages: Sequence[Mapping[str, Any]], entries: Any, location: str, folder: str
+    ) -> tuple[list[dict[str, Any]], tuple[Image, ...]]:
+        """Assign images to the placeholders of chat messages, in order.
+
+        A placeholder is ``<image>`` in a text, or a part of type ``image``, which may have its own image.
+
+        Args:
+            entries: value of the row's column :attr:`key`.
+            location: file and row, for errors.
+            folder: folder of relative paths.
+
+        Returns:
+            The messages, with parts ``{"type": "image"}`` without data in place of the placeholders; and the images.
+
+        Raises:
+            DataError: an image cannot be read, numbers of placeholders and images differ, an image is in a system
+                message, or there is a video.
+        """
+        shown, sources = list[dict[str, Any]](), list[Any]()
+        for number, message in enumerate(messages):
+            content = _parts(message["content"], f"{location}, message {number}")
+            own = [_own_image(part) for part in content if part["type"] == "image"]
+            if own and message["role"] == "system":
+                text = f"{location}: there is an image in the system message; move it to a message of the user"
+                raise DataError(text, code="image.in-system-message")
+            sources += own
+            parts = [{"type": "image"} if part["type"] == "image" else part for part in content]
+            shown.append({**message, "content": parts} if own else dict(message))
+        column, wanted = _entries(entries), sources.count(None)
+        if len(column) != wanted:
+            raise DataError(
+                f"{location}: the prompt has {wanted} placeholders of images ({PLACEHOLDER}, or parts of type image), "
+                f"and column {self.key!r} (data.image_key) has {len(column)} images; each needs the other",
+                code="image.placeholder-count",
+            )
+        rest = enumerate(column)
+        images = list[Image]()
+        for source in sources:
+            where = f"{location}, an image in a message"
+            if source is None:
+                number, source = next(rest)
+                where = f"{location}, column {self.key!r}, image {number}"
+            images.append(self.processor.read(_load(source, where, folder), where))
+        return shown, tuple(images)
+
+    def identity(self, rows: Rows, prompt_key: str) -> str:
+        """Fingerprint of everything besides the files of ``rows`` that determines their images."""
+        settings = Path(self.processor.folder) / "preprocessor_config.json"
+        digest = hashlib.blake2b(settings.read_bytes() if settings.is_file() else b"", digest_size=16)
+        digest.update(repr(sorted(self.processor.options.items())).encode())
+        for start in range(0, len(rows), _BLOCK):
+            block = rows.slice((self.key, prompt_key), start, min(start + _BLOCK, len(rows)))
+            for row, values in enumerate(block, start):
+                for path in self._paths(values, prompt_key, rows.folder(row)):
+                    status = path.stat() if path.exists() else None
+                    digest.update(f"{path}|{status and (status.st_size, status.st_mtime_ns)}\n".encode())
+        return digest.hexdigest()
+
+    def _paths(self, values: Mapping[str, Any], prompt_key: str, folder: str) -> Iterator[Path]:
+        prompt = values[prompt_key]
+        contents = [] if isinstance(prompt, str) else [message["content"] for message in prompt]
+        parts = itertools.chain.from_iterable(content for content in contents if isinstance(content, list))
+        for entry in (*_entries(values[self.key]), *parts):
+            while isinstance(entry, Mapping):
+                entry = _own_image(entry)
+            if isinstance(entry, str):
+                yield _absolute(entry, folder)
+
+
+def with_image_tokens(ids: list[int], images: Sequence[Image], token: int, location: str) -> list[int]:
+    """Replace each image token by the tokens of its image.
+
+    Raises:
+        DataError: the numbers of image tokens and images differ.
+    """
+    places = [place for place, number in enumerate(ids) if number == token]
+    if len(places) != len(images):
+        raise DataError(
+            f"{location}: the chat template writes {len(places)} image tokens (number {token}) for {len(images)} "
+            "images; use the chat template of the model, which writes one for each part of type image",
+            code="image.template-count",
+        )
+    expanded, done = list[int](), 0
+    for place, image in zip(places, images, strict=True):
+        expanded += [*ids[done:place], *image.token_ids]
+        done = place + 1
+    return expanded + ids[done:] if places else ids
+
+
+def stored_message(message: Mapping[str, Any]) -> dict[str, Any]:
+    """Return a message with its content as one text, and ``<image>`` for each image, as data files have it."""
+    content = message["content"]
+    if not isinstance(content, str):
+        content = "".join(PLACEHOLDER if part["type"] == "image" else part["text"] for part in content)
+    return {**message, "content": content}
+
+
+def stored_images(images: Sequence[Image]) -> list[dict[str, bytes]]:
+    """Return images as data files have them."""
+    return [{"bytes": image.data} for image in images]
+
+
+def _parts(content: Any, location: str) -> list[dict[str, Any]]:
+    """Split a text at its placeholders, or check the parts of a content."""
+    parts: list[dict[str, Any]] = content
+    if isinstance(content, str):
+        names = {PLACEHOLDER: "image", "<video>": "video"}
+        pieces = filter(None, _PLACEHOLDERS.split(content))
+        parts = [{"type": names[s]} if s in names else {"type": "text", "text": s} for s in pieces]
+    for part in parts:
+        kind = part.get("type") if isinstance(part, Mapping) else None
+        if kind == "video":
+            text = f"{location}: there is a video, which megarl does not read; leave the row out"
+            raise DataError(text, code="image.video")
+        if kind != "image" and not (kind == "text" and isinstance(part.get("text"), str)):
+            text = f'{location}: a part of a content is {{"type": "text", "text": string}} or {{"type": "image"}}, not'
+            raise DataError(f"{text} {_shown(part)}", code="image.part-type")
+    return parts
+
+
+def _own_image(part: Mapping[str, Any]) -> Any:
+    return next((part[name] for name in _SOURCES if part.get(name) is not None), None)
+
+
+def _entries(value: Any) -> Sequence[Any]:
+    return value if isinstance(value, list | tuple) else [] if value is None else [value]
+
+
+def _load(entry: Any, location: str, folder: str) -> bytes:
+    """Read the encoded image of an entry, up to a byte above the limit."""
+    source = entry
+    while isinstance(source, Mapping):
+        source = _own_image(source)
+    if isinstance(source, bytes):
+        return source
+    if not isinstance(source, str):
+        raise DataError(f"{location}: an image is {_FORM}, not {_shown(entry)}", code="image.entry-type")
+    if source.startswith("data:") or ("://" in source and not source.startswith("file://")):
+        text = f"{location}: {source:.80} is no file; only files of this machine are read, download it"
+        raise DataError(text, code="image.remote")
+    path = _absolute(source, folder)
+    if not path.is_file():  # a pipe or device would be read without end
+        raise DataError(f"{location}: there is no file {path}; relative paths are below {folder}", code="image.missing")
+    try:
+        with path.open("rb") as file:
+            return file.read(MAX_BYTES + 1)
+    except OSError as error:
+        raise DataError(f"{location}: {path} cannot be read ({error})", code="image.unreadable") from error
+
+
+def _absolute(path: str, folder: str) -> Path:
+    return Path(folder, Path(path.removeprefix("file://")).expanduser())
+
+
+def _shown(value: Any) -> str:
+    return f"{value!r:.80}" if isinstance(value, str | int | float | Mapping) else f"a {type(value).__name__}"
