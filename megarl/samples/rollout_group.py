@@ -18,7 +18,7 @@ from megarl.cluster.rank_starter import StartingRank
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import RolloutGroup, RolloutNodeGroup
 from megarl.cluster.worker_group import wait_ready
-from megarl.config.schema.jobs import PolicyConfig
+from megarl.config.schema.jobs import GenerationJobConfig
 from megarl.models import ParallelLayout
 from megarl.rollout.sglang.options import EngineNodes
 from megarl.tracing import TRACER
@@ -36,7 +36,7 @@ POLL_S = 0.5
 
 
 def rollout_group(
-    policy: PolicyConfig, pool: PlacedPool, hybrid: int = 0, eos_token_ids: tuple[int, ...] | None = None
+    config: GenerationJobConfig, pool: PlacedPool, hybrid: int = 0, eos_token_ids: tuple[int, ...] | None = None
 ) -> RolloutGroup:
     """Start one process per rollout replica; the verb ``init_model`` builds its engine.
 
@@ -49,6 +49,7 @@ def rollout_group(
     Raises:
         ResourceError: the replicas need more devices than the pool has.
     """
+    policy = config.actor_rollout_ref
     rollout = policy.rollout
     settings = RolloutSettings(
         policy.model.path,
@@ -58,6 +59,7 @@ def rollout_group(
         return_routes=policy.replays_engine_routes,
         first_hybrid=(rollout.replicas or 1) if hybrid else None,
         eos_token_ids=eos_token_ids,
+        image_options=config.data.mm_processor_kwargs,
     )
     kwargs, replicas = {"settings": settings}, range((rollout.replicas or 1) + hybrid)
     size, threads = rollout.devices_per_replica, rollout.agent.num_workers + SPARE_THREADS

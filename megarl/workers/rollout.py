@@ -118,6 +118,7 @@ class RolloutWorker:
             return_routes=settings.return_routes,
             eos_token_ids=settings.eos_token_ids,
             nodes=nodes[self.replica] if nodes else None,
+            image_options=settings.image_options,
         )
         self.engine = create_engine(rollout.name, settings.model_path, options)
         self._fingerprint = WeightFingerprint(self.engine)
@@ -261,6 +262,7 @@ class RolloutNodeWorker:
             return_routes=settings.return_routes,
             eos_token_ids=settings.eos_token_ids,
             nodes=nodes[self.rank],
+            image_options=settings.image_options,
         )
         assert isinstance(options, SGLangOptions)
         length = options.max_model_len or read_model_config(settings.model_path).max_position_embeddings

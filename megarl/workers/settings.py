@@ -215,6 +215,7 @@ class RolloutSettings:
         first_hybrid: number of the first replica on the trainer's devices, besides replicas with devices of their own;
             None = there are none.
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
+        image_options: settings of the image processor, for a model with a vision tower.
     """
 
     model_path: str
@@ -224,6 +225,7 @@ class RolloutSettings:
     return_routes: bool = False
     first_hybrid: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
+    image_options: Mapping[str, Any] = field(default_factory=dict)
 
 
 def layout_of(megatron: MegatronConfig) -> ParallelLayout:

@@ -226,7 +226,7 @@ class FrozenReplicas:
         eos_token_ids: tuple[int, ...] | None = None,
     ) -> None:
         self.config = config
-        self.group: RolloutGroup = rollout_group(config.actor_rollout_ref, pool, eos_token_ids=eos_token_ids)
+        self.group: RolloutGroup = rollout_group(config, pool, eos_token_ids=eos_token_ids)
         wait_ready([self.group], progress=progress)
         build_engines(self.group, range(self.group.world_size))
         self.group.load_hf()

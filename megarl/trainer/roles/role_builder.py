@@ -102,7 +102,7 @@ class RoleBuilder:
         pool, hybrid = self.pools.of(ROLLOUT), self.config.hybrid_replicas
         if hybrid:
             pool = pool.joined(self.pools.trainer)
-        actor, rollout = self._actor(), rollout_group(self.policy, pool, hybrid, self.eos_token_ids)
+        actor, rollout = self._actor(), rollout_group(self.config, pool, hybrid, self.eos_token_ids)
         critic = self._critic() if self.config.uses_critic and not self.config.trainer.val_only else None
         reference_group = self._reference() if self._reference_has_workers() else None
         reward_model = None
@@ -289,8 +289,9 @@ class RoleBuilder:
         updates = run_updates(self.config, self.batches, phase, self.total_steps) if phase else 0
         device, modules = self.pools.trainer.pool.device, self.policy.model.user_modules
         return role_settings(
-            self.config.trainer, device, modules, model_path, megatron, optim, updates, adapters, has_own_devices
-        )
+            self.config.trainer, device, modules, model_path, megatron, optim, updates, adapters, has_own_devices,
+            image_options=self.config.data.mm_processor_kwargs,
+        )  # fmt: skip
 
     def _update_plan(self, phase: str, loss_agg_mode: str, horizon: int | None = None) -> UpdatePlan:
         horizon = horizon or self.config.data.max_response_length

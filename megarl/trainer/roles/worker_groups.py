@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Iterable, Iterator, Mapping
 from dataclasses import dataclass
 from types import MappingProxyType
+from typing import Any
 
 from megarl.cluster.calls import wait_all
 from megarl.cluster.resources import PlacedPool
@@ -101,6 +102,7 @@ def role_settings(
     adapters: AdapterKeys | None = None,
     has_own_devices: bool = False,
     export_files: Mapping[str, str] = MappingProxyType({}),
+    image_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> RoleSettings:
     """Build a Megatron worker's settings; see :class:`~megarl.workers.settings.RoleSettings`."""
     return RoleSettings(
@@ -119,6 +121,7 @@ def role_settings(
         reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
         has_own_devices=has_own_devices,
         export_files=export_files,
+        image_options=dict(image_options),
     )
 
 
@@ -141,7 +144,13 @@ def reward_model_group(config: TrainConfig | EvaluateConfig, pool: PlacedPool) -
     keys, path = config.reward.model, str(config.reward.model.path)
     modules = config.actor_rollout_ref.model.user_modules
     settings = role_settings(
-        config.trainer, pool.pool.device, modules, path, keys.megatron, has_own_devices=keys.nnodes > 0
+        config.trainer,
+        pool.pool.device,
+        modules,
+        path,
+        keys.megatron,
+        has_own_devices=keys.nnodes > 0,
+        image_options=config.data.mm_processor_kwargs,
     )
     micro = budget(reward_micro_batches(config), sequence_cost(read_model_config(path), value_head=True))
     worker, kwargs = "megarl.workers.reward_model:RewardModelWorker", {"settings": settings, "budget": micro}
