@@ -97,6 +97,11 @@ class ImageFeatures:
                 break
             size -= self._features.pop(key)[1].nbytes
 
+    def offload(self) -> None:
+        """Move the tower's weights to host memory, until features are computed again."""
+        if self._tower is not None:
+            self._tower.to("cpu")
+
     def __contains__(self, key: int) -> bool:
         return key in self._features
 
@@ -125,6 +130,7 @@ class ImageFeatures:
     def _compute(self, image: Image) -> Tensor:
         if self._tower is None:
             self._tower = load_tower(self._config, self._folder, self._device, self._dtype)
+        self._tower.to(self._device)
         merge = self._processor.merge_size
         patches = torch.from_numpy(self._processor.patches(image)).to(self._device, self._dtype)
         grid = torch.tensor([[1, image.rows * merge, image.columns * merge]], device=self._device)

@@ -24,7 +24,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 import numpy as np
 
 from megarl.base.errors import ConfigError, MegarlError, ModelError, WeightSyncError, WorkerLost
-from megarl.base.image_tokens import Image
+from megarl.base.image_tokens import Image, image_spans
 from megarl.config.schema.rollout import TrainingRolloutConfig, ValSamplingConfig
 from megarl.data.tokenizers import end_token_of
 from megarl.models import read_model_config
@@ -46,6 +46,8 @@ POLL_S = 3600.0
 
 MAX_INT32 = 2**31 - 1
 """Largest ``top_k``: engines store it in 32 bits."""
+MIN_INT64 = -(2**63)
+"""Smallest id of an image token."""
 
 
 class RolloutError(MegarlError):
@@ -363,11 +365,12 @@ class RolloutEngine(abc.ABC):
         return names
 
     def _check_request(self, request: Request) -> None:
-        """Check length, token ids and routes of a request.
+        """Check length, token ids, images and routes of a request.
 
         Raises:
             RequestRefused: the prompt is empty, the prior leaves nothing to generate, prompt and response exceed
-                ``max_model_len``, a token id is outside the vocabulary, or the engine records no experts.
+                ``max_model_len``, a token id is outside the vocabulary, the prompt's tokens of images do not match the
+                images, or the engine records no experts.
         """
         vocab_size = self.config.vocab_size
         name, prompt, limit = f"request '{request.request_id}'", request.prompt_ids, request.params.max_new_tokens
@@ -397,7 +400,9 @@ class RolloutEngine(abc.ABC):
                     f"{name}: routes_from={request.routes_from}, expected 0 to {len(prompt)}, the prompt's end",
                     code="rollout.routes-range",
                 )
-        check_token_ids(f"{name}: prompt_ids", prompt, vocab_size)
+        lowest = 0 if self.config.vision is None else MIN_INT64
+        check_token_ids(f"{name}: prompt_ids", prompt, vocab_size, lowest)
+        _check_images(name, request)
         check_token_ids(f"{name}: prior", request.prior_ids, vocab_size)
         check_token_ids(f"{name}: stop_token_ids", request.params.stop_token_ids, vocab_size)
 
@@ -469,16 +474,42 @@ def check_none_running(running: Sized, action: str, error: type[MegarlError] = R
         raise error(f"{len(running)} requests are running: {action} when none is", code="engine.requests-running")
 
 
-def check_token_ids(source: str, ids: Iterable[int], vocab_size: int) -> None:
-    """Check that the token ids of ``source`` are integers in the vocabulary; RequestRefused if one is not."""
+def check_token_ids(source: str, ids: Iterable[int], vocab_size: int, lowest: int = 0) -> None:
+    """Check that the token ids of ``source`` are integers in the vocabulary; RequestRefused if one is not.
+
+    Args:
+        lowest: smallest id; below 0 if tokens of images are allowed.
+    """
     values = list(ids)
     for kind in set(map(type, values)):
         if not is_integer_type(kind):
             raise RequestRefused(
                 f"{source}: expected integers, there is a {kind.__name__}", code="rollout.token-id-type"
             )
-    if values and not (min(values) >= 0 and max(values) < vocab_size):
-        outside = next(token for token in values if not 0 <= token < vocab_size)
+    if values and not (min(values) >= lowest and max(values) < vocab_size):
+        outside = next(token for token in values if not lowest <= token < vocab_size)
         raise RequestRefused(
             f"{source}: {outside} is no token id, the vocabulary has {vocab_size}", code="rollout.token-id-range"
+        )
+
+
+def _check_images(name: str, request: Request) -> None:
+    """Check that the prompt has exactly the tokens of the request's images; RequestRefused if not."""
+    try:
+        spans = image_spans(request.prompt_ids)
+    except ValueError as error:
+        raise RequestRefused(f"{name}: prompt_ids: {error}", code="rollout.image-tokens") from None
+    images = {image.key: (image.rows, image.columns) for image in request.images}
+    for span in spans:
+        if images.get(span.key) != (span.rows, span.columns):
+            found = "no such image" if span.key not in images else "{} x {} tokens".format(*images[span.key])
+            raise RequestRefused(
+                f"{name}: the prompt has {span.rows} x {span.columns} tokens of image {span.key:x} at token "
+                f"{span.start}, images has {found}",
+                code="rollout.image-missing",
+            )
+    if unused := set(images) - {span.key for span in spans}:
+        raise RequestRefused(
+            f"{name}: the prompt has no tokens of image {min(unused):x}, one of {len(request.images)} in images",
+            code="rollout.image-unused",
         )

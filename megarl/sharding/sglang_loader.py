@@ -12,7 +12,8 @@ commands.
 
 For latent attention with a query latent, SGLang stores both projections into latents in one parameter: the rows of
 ``kv_a_proj_with_mqa`` follow those of ``q_a_proj``. In models with gated delta nets the parameters of full attention
-belong to the layer itself, without ``self_attn``.
+belong to the layer itself, without ``self_attn``. A vision tower is no part of updates: SGLang loads it from the model
+folder.
 """
 
 from __future__ import annotations
@@ -107,12 +108,20 @@ class SGLangShard:
                     code="sglang.parameter-shape",
                 )
         unused = UNUSED_SCALES if self.quantized else ()
-        extra = sorted(name for name in held if name not in shapes and not name.endswith(unused))
+        expected = shapes.keys() | self.tower(model).keys()
+        extra = sorted(name for name in held if name not in expected and not name.endswith(unused))
         if extra:
             raise WeightSyncError(
                 f"SGLang has a parameter '{extra[0]}' without weights in the update", code="sglang.parameter-extra"
             )
         return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
+
+    def tower(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """Return the parameters of the vision tower, which a weight update does not write."""
+        if self.config.vision is None:
+            return {}
+        prefix = self.config.vision.prefix
+        return {name: param.data for name, param in model.named_parameters() if name.startswith(prefix)}
 
     def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
         """Return views of the quantized matrices' codes and scales; see :meth:`QuantizedViews.check`."""
@@ -263,6 +272,7 @@ class RankLoader:
         self._shard: SGLangShard | None = None
         self._weights = ShardWeights({})
         self._receiver: BucketReceiver | None = None
+        self._tower: dict[str, Tensor] = {}  # on the host: SGLang frees its own while it sleeps
 
     def attach(self, model: torch.nn.Module, shard: SGLangShard) -> ProcessLocation:
         """Compare the model's parameters with the shard; return the location of this process."""
@@ -272,6 +282,7 @@ class RankLoader:
             quantized = shard.quantized_views(model, views)
             matrices = IncomingMatrices(shard.params, quantized.codes.__contains__, quantized)
         self._weights = ShardWeights(views, matrices)
+        self._tower = self._tower or {name: data.to("cpu", copy=True) for name, data in shard.tower(model).items()}
         return current_location(str(_device(model)))
 
     def connect(self, model: torch.nn.Module, spec: ReceiverSpec) -> None:
@@ -285,6 +296,8 @@ class RankLoader:
         if self._weights.matrices is not None:
             self._weights.matrices.storage = self._shard.quantized_views(model, views)
         self._shard.clear_padding(model)
+        for name, data in self._shard.tower(model).items():
+            data.copy_(self._tower[name])
         self._connected().begin(version)
 
     def open(self, model: torch.nn.Module, session: int, interface: str | None) -> None:

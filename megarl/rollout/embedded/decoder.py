@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
+from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -17,7 +18,7 @@ from megarl.models import ModelConfig, WeightMap
 from megarl.models.delta_rule import gated_norm, log_decay
 from megarl.models.functional import choose_experts, score_experts, weigh_experts
 from megarl.models.model_config import ClampedGate, Experts
-from megarl.models.rope import attention_factor, inverse_frequencies, window_frequencies
+from megarl.models.rope import attention_factor, inverse_frequencies, position_rows, window_frequencies
 from megarl.rollout.embedded.kv_cache import Attention, TokenInputs
 
 Rotate = Callable[[Tensor], Tensor]
@@ -299,10 +300,24 @@ class RotaryTable:
         # The sine of the first half is negative: (x1, x2) -> (x1 cos - x2 sin, x2 cos + x1 sin).
         self._sin = torch.cat([-sin, sin], -1).to(device)
         self._width = config.rotary_dim
+        rows = position_rows(config)
+        # For `rotation`: each element's row of positions, and its own index.
+        self._elements: tuple[Tensor, Tensor] | None = None
+        if rows is not None:
+            self._elements = torch.cat([rows, rows]).to(device), torch.arange(self._width, device=device)
 
     def rotation(self, positions: Tensor) -> Rotate:
-        """Return a function that rotates heads at positions ``[tokens]``: their first ``rotary_dim`` elements."""
-        cos, sin, width = self._cos[positions][:, None], self._sin[positions][:, None], self._width
+        """Return a function that rotates heads: their first ``rotary_dim`` elements.
+
+        Args:
+            positions: ``[tokens]``, or ``[3, tokens]`` in time, height and width.
+        """
+        index: Any = positions
+        if positions.dim() == 2:
+            assert self._elements is not None, "a model of text only has one position per token"
+            rows, elements = self._elements
+            index = positions[rows].t(), elements
+        cos, sin, width = self._cos[index][:, None], self._sin[index][:, None], self._width
 
         def rotate(heads: Tensor) -> Tensor:
             turned, rest = heads[..., :width], heads[..., width:]
@@ -376,22 +391,26 @@ class TransformerDecoder:
         attention: Attention,
         outputs: Tensor | None = None,
         routes: Tensor | None = None,
+        image_rows: tuple[Tensor, Tensor] | None = None,
     ) -> Tensor:
         """Return the last layer's output before the final norm; ``attention`` gets the keys and values of all tokens.
 
         Args:
-            tokens: int64 ``[tokens]``.
-            positions: int64 ``[tokens]``.
+            tokens: int64 ``[tokens]``; the ids of ``image_rows`` have no effect.
+            positions: int64 ``[tokens]`` for rotary embeddings, or ``[3, tokens]`` in time, height and width.
             outputs: indices of the required output tokens, to which the last layer is limited; None = all.
             routes: int16 ``[tokens, expert layers, experts per token]``, filled with the experts of each token;
                 the last layer is then not limited. None = they are not recorded.
+            image_rows: indices ``[n]`` of tokens of images, and their features ``[n, hidden_size]``; None without.
 
         Returns:
             ``[outputs, hidden_size]``.
         """
-        x = self._embedding[tokens]
+        x = self._embedding[tokens if image_rows is None else tokens.clamp(min=0)]
         if self._embedding_scale != 1.0:
             x = x * self._embedding_scale
+        if image_rows is not None:
+            x = x.index_copy(0, *image_rows)
         full, window = self._tables
         rotate = full.rotation(positions)
         rotate_in_window = rotate if window is full else window.rotation(positions)

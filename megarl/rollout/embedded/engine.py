@@ -13,12 +13,13 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from megarl.base.errors import ConfigError, MegarlError, ModelError, WeightSyncError
+from megarl.base.errors import ConfigError, DataError, MegarlError, ModelError, WeightSyncError
 from megarl.models import LocalParam, ModelConfig, WeightMap, read_model_config
 from megarl.models.end_tokens import eos_in
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.number_formats import dequantize_blocks, quantize_blocks
 from megarl.models.verification import ParamRectangle, tensor_checksum
+from megarl.models.vision_tower import ImageFeatures
 from megarl.rollout.embedded.decoder import KNOWN_PARAMETERS, TransformerDecoder
 from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest, RouteTable
 from megarl.rollout.embedded.kv_cache import KVCache
@@ -160,13 +161,20 @@ class EmbeddedEngine(RolloutEngine):
     Args:
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
         decode: decodes tokens to text; None = requests with stop strings are refused.
+        images: features of images; None = requests with images are refused.
 
     Raises:
         ConfigError: the engine does not support an option.
         ModelError: the engine does not support the model (:func:`check_model`), or see :class:`RolloutEngine`.
     """
 
-    def __init__(self, config: ModelConfig, options: EngineOptions | None = None, decode: Decode | None = None) -> None:
+    def __init__(
+        self,
+        config: ModelConfig,
+        options: EngineOptions | None = None,
+        decode: Decode | None = None,
+        images: ImageFeatures | None = None,
+    ) -> None:
         options = options or EngineOptions()
         if options.tensor_parallel_size > 1:
             raise ConfigError(
@@ -176,7 +184,7 @@ class EmbeddedEngine(RolloutEngine):
             )
         check_model(config)
         super().__init__(config, options)
-        self._decode = decode
+        self._decode, self._images = decode, images
         self._device = torch.device(options.device)
         self._prompt_tokens = PROMPT_TOKENS[self._device.type]
         eos = options.eos_token_ids
@@ -205,6 +213,7 @@ class EmbeddedEngine(RolloutEngine):
             raise RolloutError("the engine's 'kv_cache' is asleep: wake it before generate", code="engine.asleep")
         for request in requests:
             self._check_request(request)
+        self._add_images(requests)
         if requests:
             self._make_room(requests).add(requests)
         self._running = names
@@ -262,6 +271,8 @@ class EmbeddedEngine(RolloutEngine):
             self._cache = None
         if "weights" in tags:
             self._weights.free()
+            if self._images is not None:
+                self._images.offload()
         if torch.device(self.options.device).type == "cuda":
             torch.cuda.empty_cache()  # torch keeps freed blocks, which the trainer on the same GPU could not use
 
@@ -295,6 +306,15 @@ class EmbeddedEngine(RolloutEngine):
     def _check_idle(self) -> None:
         check_none_running(self._running, "update weights", WeightSyncError)
 
+    def _add_images(self, requests: Sequence[Request]) -> None:
+        """Compute features of new images; RequestRefused if that is impossible for one of them."""
+        images = dict.fromkeys(image for request in requests for image in request.images)
+        if images and self._images is not None:
+            try:
+                self._images.add(images)
+            except DataError as error:
+                raise RequestRefused(error.text, code=error.code) from error
+
     def _make_room(self, requests: Sequence[Request]) -> ContinuousBatcher:
         """Return the running batch, or a new one, with a cache that holds these requests too."""
         # The last token of a response is never stored.
@@ -322,7 +342,7 @@ class EmbeddedEngine(RolloutEngine):
         experts = self.config.experts if self.options.return_routes else None
         routes = None if experts is None else RouteTable(experts, lanes, self._device)
         sampler = Sampler(lanes, self._device)
-        return ContinuousBatcher(decoder, cache, sampler, rules, lanes, self._prompt_tokens, routes)
+        return ContinuousBatcher(decoder, cache, sampler, rules, lanes, self._prompt_tokens, routes, self._images)
 
     def _completion(self, ended: FinishedRequest, reason: FinishReason) -> Completion:
         request, tokens, log_probs, _, routes = ended
@@ -338,6 +358,11 @@ class EmbeddedEngine(RolloutEngine):
 
     def _check_request(self, request: Request) -> None:
         super()._check_request(request)
+        if request.images and self._images is None:
+            raise RequestRefused(
+                f"request '{request.request_id}': this engine was built without a vision tower, and takes no images",
+                code="rollout.no-vision-tower",
+            )
         if request.params.stop:
             if self._decode is None:
                 raise RequestRefused(
@@ -364,5 +389,9 @@ def check_model(config: ModelConfig) -> None:
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """Create the embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     options = replace(options, eos_token_ids=options.end_tokens(model_path))
+    config, images = read_model_config(model_path), None
+    if config.vision is not None:
+        device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+        images = ImageFeatures(config, model_path, device, dtype, dict(options.image_options))
     has_tokenizer = Path(model_path, "tokenizer_config.json").is_file()
-    return EmbeddedEngine(read_model_config(model_path), options, load_decode(model_path) if has_tokenizer else None)
+    return EmbeddedEngine(config, options, load_decode(model_path) if has_tokenizer else None, images)

@@ -15,7 +15,9 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor
 
+from megarl.base.image_tokens import multimodal_positions
 from megarl.models.model_config import Experts
+from megarl.models.vision_tower import ImageFeatures
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.kv_cache import KVCache, PromptAttention, StepAttention
 from megarl.rollout.embedded.sampling import Sampler, StopRules
@@ -171,6 +173,14 @@ class RouteTable:
             )
 
 
+class PromptInputs(NamedTuple):
+    """Inputs of :meth:`TransformerDecoder.hidden` for prompts, or equal parts of them."""
+
+    tokens: Tensor
+    positions: Tensor
+    image_rows: tuple[Tensor, Tensor] | None
+
+
 class ContinuousBatcher:
     """The waiting and running requests of an engine.
 
@@ -182,6 +192,7 @@ class ContinuousBatcher:
         cache: empty KV cache, long enough for every prompt with its response.
         lanes: maximum running requests, also of sampler and rules.
         prompt_tokens: maximum prompt tokens in one forward pass.
+        images: features of images; None for models of text only.
     """
 
     def __init__(
@@ -193,17 +204,19 @@ class ContinuousBatcher:
         lanes: int,
         prompt_tokens: int,
         routes: RouteTable | None = None,
+        images: ImageFeatures | None = None,
     ) -> None:
         self.decoder, self._cache, self._sampler, self._rules = decoder, cache, sampler, rules
-        self._routes = routes
+        self._routes, self._images = routes, images
         self._prefix_routes: Tensor | None = None
         self._prompt_tokens = prompt_tokens
         self._queue: RequestQueue[Request] = RequestQueue()
         self._prefix: list[Tensor] | None = None
         self._device = device = cache.device
         self._size = 0
-        # By slot: newest token, its position, number of generated tokens, lane.
-        self._state = torch.zeros(4, lanes, dtype=torch.int64, device=device)
+        # By slot: newest token, its position in the cache, number of generated tokens, lane. Of models with images the
+        # last is the position for rotary embeddings minus that in the cache.
+        self._state = torch.zeros(4 + (images is not None), lanes, dtype=torch.int64, device=device)
         # On the host, since reading a position waits for the device: position of a lane = steps + its entry here.
         self._steps = 0
         self._offsets: dict[int, int] = {}
@@ -253,10 +266,23 @@ class ContinuousBatcher:
             return []
         self._cache.fit(max(length, self._cache.width if self._size else 0), self._size)
         attention = PromptAttention(self._cache, self._size, [length], 0)
-        tokens = torch.tensor(groups[0].prompt[:length], device=self._device)
         self._prefix_routes = None if self._routes is None else self._routes.new(length)
-        self.decoder.hidden(tokens, attention.positions, attention, attention.ends[:0], self._prefix_routes)
+        inputs = self._prompt_inputs(groups[:1], slice(0, length), attention.positions)
+        outputs = attention.ends[:0]
+        self.decoder.hidden(inputs.tokens, inputs.positions, attention, outputs, self._prefix_routes, inputs.image_rows)
         return self._cache.snapshot(self._size, length)
+
+    def _prompt_inputs(self, groups: Sequence[PromptGroup[Request]], part: slice, positions: Tensor) -> PromptInputs:
+        """Return the decoder's inputs for a part of each prompt, whose cache positions are ``positions [tokens]``."""
+        ids = torch.tensor([id for group in groups for id in group.prompt[part]])
+        if self._images is None:
+            return PromptInputs(ids.to(self._device), positions, None)
+        # Submitting has added them; other requests may have displaced them since.
+        self._images.add(dict.fromkeys(image for group in groups for image in group.members[0].images))
+        rows = self._images.rows(ids)
+        image_rows = None if rows is None else (rows[0].to(self._device), rows[1].to(self._device))
+        rotary = np.concatenate([multimodal_positions(group.prompt)[:, part] for group in groups], axis=1)
+        return PromptInputs(ids.to(self._device), torch.from_numpy(rotary).to(self._device), image_rows)
 
     def _start(self, groups: Sequence[PromptGroup[Request]], prefix: list[Tensor]) -> None:
         """Prefill prompts, each once, and draw the first token of all their requests.
@@ -271,9 +297,9 @@ class ContinuousBatcher:
             self._cache.restore(prefix, first, len(groups))
         lengths = [len(group.prompt) - prefix_length for group in groups]
         attention = PromptAttention(self._cache, first, lengths, prefix_length)
-        tokens = torch.tensor([id for group in groups for id in group.prompt[prefix_length:]], device=self._device)
+        tokens, positions, image_rows = self._prompt_inputs(groups, slice(prefix_length, None), attention.positions)
         routes = None if self._routes is None else self._routes.new(len(tokens))
-        hidden = self.decoder.hidden(tokens, attention.positions, attention, attention.ends, routes)
+        hidden = self.decoder.hidden(tokens, positions, attention, attention.ends, routes, image_rows)
         logits = self.decoder.logits(hidden)
         # 2. Copy prompts to the slots of further requests; `prompts` is each request's prompt.
         requests = [group.members[0] for group in groups] + [m for group in groups for m in group.members[1:]]
@@ -286,9 +312,12 @@ class ContinuousBatcher:
         # 3. Assign lanes, set the slots' states, and draw.
         lanes = self._assign(requests)
         state = self._state[:, first : self._size]
-        state[1] = attention.positions[attention.ends][prompt_of_slot] + 1
+        last = attention.positions[attention.ends]
+        state[1] = last[prompt_of_slot] + 1
         state[2] = torch.tensor([len(request.prior_ids) for request in requests], device=self._device)
         state[3] = torch.tensor(lanes, device=self._device)
+        if self._images is not None:
+            state[4] = (positions[:, attention.ends].amax(0) - last)[prompt_of_slot]
         if self._routes is not None and routes is not None:
             shared = [self._prefix_routes] if prefix_length and self._prefix_routes is not None else []
             by_prompt = routes.split(lengths)
@@ -318,9 +347,10 @@ class ContinuousBatcher:
     def _step(self) -> None:
         self._cache.fit(self._longest(), self._size)
         self._sort_slots()
-        tokens, positions, counts, lanes = self._state[:, : self._size]
+        tokens, positions, counts, lanes = self._state[:4, : self._size]
         routes = None if self._routes is None else self._routes.new(self._size)
-        hidden = self.decoder.hidden(tokens, positions, StepAttention(self._cache, positions), routes=routes)
+        rotary = positions if self._images is None else positions + self._state[4, : self._size]
+        hidden = self.decoder.hidden(tokens, rotary, StepAttention(self._cache, positions), routes=routes)
         logits = self.decoder.logits(hidden)
         if self._routes is not None and routes is not None:
             self._routes.store(lanes, positions, routes, self._longest())
@@ -350,7 +380,7 @@ class ContinuousBatcher:
 
     def _record(self, first: int, drawn: Tensor, log_probs: Tensor) -> None:
         """Store the new tokens of slots ``first .. size - 1``, and remove finished sequences."""
-        tokens, _, counts, lanes = self._state[:, first : self._size]
+        tokens, _, counts, lanes = self._state[:4, first : self._size]
         self._tokens[lanes, counts] = drawn
         self._log_probs[lanes, counts] = log_probs
         tokens.copy_(drawn)
@@ -363,7 +393,7 @@ class ContinuousBatcher:
         rows = gone.nonzero()[:, 0]
         if not len(rows):
             return
-        counts, lanes = self._state[2:, first : self._size][:, rows].tolist()
+        counts, lanes = self._state[2:4, first : self._size][:, rows].tolist()
         for lane, count, at_stop in zip(lanes, counts, stopped[rows].tolist(), strict=True):
             request = self._lanes.pop(lane)
             new = slice(len(request.prior_ids), count)

@@ -15,8 +15,9 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 import numpy as np
 import psutil
 
+from megarl.base.image_tokens import image_spans, with_placeholders
 from megarl.base.processes import READ_ERRORS
-from megarl.models.model_config import Experts
+from megarl.models.model_config import Experts, Vision
 from megarl.rollout.interface import Completion, EngineLost, Request, RequestRefused, RolloutError, SamplingParams
 from megarl.rollout.sglang.options import ROUTES_ARGUMENT
 
@@ -175,19 +176,26 @@ class RequestLoop:
             self._loop.close()
 
 
-def request_payload(request: Request, rid: str, eos: frozenset[int], every_token: int) -> dict[str, Any]:
+def request_payload(
+    request: Request, rid: str, eos: frozenset[int], every_token: int, vision: Vision | None = None
+) -> dict[str, Any]:
     """Return SGLang's request fields of one request.
 
     In deterministic mode, the only one with seeds, SGLang draws by rank if any request of a batch filters by rank, else
     by token id. A seed would then mean other tokens in another batch. Therefore every request filters by rank here, if
     only by a filter that passes all tokens.
 
+    An image has one token in ``input_ids``, which SGLang replaces by the number that its image processor computes.
+    Images are data URLs: SGLang takes base64 that begins with ``/``, as that of a JPEG does, for the path of a file.
+
     Args:
         rid: SGLang's id of the request; no id may be a prefix of another, since SGLang aborts by prefix.
         every_token: vocabulary size in deterministic mode, else 0.
+        vision: of the model; None for models of text only.
 
     Raises:
-        RequestRefused: ``min_p`` in deterministic mode, whose sampler lacks it.
+        RequestRefused: ``min_p`` in deterministic mode, whose sampler lacks it; or the text of a prompt with images,
+            or its response so far, has the token that stands for an image.
     """
     params = request.params
     if every_token and params.min_p:
@@ -214,9 +222,25 @@ def request_payload(request: Request, rid: str, eos: frozenset[int], every_token
     if every_token:
         sampling["sampling_seed"] = request.seed
     payload = {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "return_logprob": True, "rid": rid}
+    if vision is not None and request.images:
+        payload |= _image_fields(request, vision.image_token)
     if request.routes_from is not None:
         payload |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
     return payload
+
+
+def _image_fields(request: Request, image_token: int) -> dict[str, Any]:
+    if image_token in request.prompt_ids:
+        raise RequestRefused(
+            f"request '{request.request_id}': the token {image_token}, which stands for an image, is in the text of a "
+            "prompt with images, or in its response so far; SGLang would take it for another image",
+            code="sglang.image-placeholder",
+        )
+    urls = {image.key: f"data:;base64,{base64.b64encode(image.data).decode()}" for image in request.images}
+    return {
+        "input_ids": with_placeholders(request.prompt_ids, image_token, once=True),
+        "image_data": [urls[span.key] for span in image_spans(request.prompt_ids)],
+    }
 
 
 class ResponseContext(NamedTuple):
@@ -231,13 +255,16 @@ def parse_completion(request: Request, response: dict[str, Any], context: Respon
     """Convert SGLang's response to a completion.
 
     Raises:
-        RolloutError: log-probs are not finite or not one per token, tokens or routes are missing, or SGLang failed.
+        RolloutError: log-probs are not finite or not one per token, tokens or routes are missing, SGLang has another
+            number of image tokens, or it failed.
     """
     meta = response["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     tokens, log_probs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
     reason = meta.get("finish_reason") or {}
     _check(request, response, tokens, log_probs, reason)
+    if request.images and tokens:
+        _check_prompt_tokens(request, meta.get("prompt_tokens"))
     versions = _versions(meta, len(tokens), context.version)
     oldest = min(versions, default=context.version)
     return Completion(
@@ -301,6 +328,17 @@ def _check(
             f"{name}: SGLang ended it after {len(tokens)} of max_new_tokens={request.params.max_new_tokens} tokens; "
             "its cache is too small for it (rollout.engine_kwargs.sglang.server_args.max_total_tokens)",
             code="sglang.cache-too-small",
+        )
+
+
+def _check_prompt_tokens(request: Request, count: int | None) -> None:
+    if count != len(request.prompt_ids):
+        images = sum(span.rows * span.columns for span in image_spans(request.prompt_ids))
+        raise RolloutError(
+            f"request '{request.request_id}': SGLang has {count} prompt tokens, megarl {len(request.prompt_ids)} "
+            f"({images} of images): their image processors differ; SGLang must have preprocessor_config.json and "
+            "data.mm_processor_kwargs of this run",
+            code="engine.image-token-count",
         )
 
 

@@ -252,7 +252,7 @@ class SGLangEngine(RolloutEngine):
                 raise RolloutError("aborted before it was sent", code="rollout.request-aborted")
             every_token = self.config.vocab_size if self.options.seeded else 0
             rest = entry.request.remainder
-            payload = request_payload(rest, entry.rid, self._eos, every_token)
+            payload = request_payload(rest, entry.rid, self._eos, every_token, self.config.vision)
             response = await self._backend.generate(payload)
             context = ResponseContext(self._eos, self.weight_version, self.config.experts)
             completion = parse_completion(rest, response, context)

@@ -31,6 +31,7 @@ from megarl.base.json_text import parse_json
 from megarl.base.logs import output_log
 from megarl.base.ports import bypass_proxies, held_port
 from megarl.base.processes import READ_ERRORS, descendants
+from megarl.models import read_model_config
 from megarl.rollout.interface import EngineLost, RequestRefused, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop, stopped_processes
 from megarl.rollout.sglang.options import (
@@ -40,6 +41,7 @@ from megarl.rollout.sglang.options import (
     SGLangOptions,
     decodes,
     environment,
+    image_arguments,
     needs_shim,
     server_args,
 )
@@ -194,6 +196,8 @@ def attach(url: str, folder: str, options: SGLangOptions, loop: RequestLoop) -> 
 
 def _check_server_info(url: str, info: Mapping[str, Any], folder: str, options: SGLangOptions) -> None:
     expected = {"tp_size": options.tensor_parallel_size, "skip_tokenizer_init": not decodes(folder, options)}
+    if read_model_config(folder).vision is not None:
+        expected |= image_arguments(options)
     for name, value in expected.items():
         if info.get(name, value) != value:
             raise ConfigError(

@@ -35,8 +35,9 @@ def check_model_runs(config: ModelConfig, options: EngineOptions) -> None:
     if config.linear is not None:
         _check_linear(config, options)
     if config.sinks:
-        _check_sinks(config, options)
+        _check_sinks(config)
     if options.device == "cpu":
+        _check_cpu_kernels(config)
         check_cpu_sizes(config, tp)
 
 
@@ -82,12 +83,6 @@ def _check_linear(config: ModelConfig, options: EngineOptions) -> None:
     """Refuse models with gated delta nets in a form that SGLang does not have."""
     tp, linear = options.tensor_parallel_size, config.linear
     assert linear is not None
-    if options.device == "cpu":
-        raise ModelError(
-            f"rollout engine 'sglang' does not run {config.architecture} on a CPU: its gated delta nets need a GPU; "
-            "set rollout.name=embedded",
-            code="sglang.model-needs-gpu",
-        )
     if linear.key_heads % tp:
         raise ModelError(
             f"rollout engine 'sglang' over {tp} ranks needs linear_num_key_heads to be a multiple of {tp}, "
@@ -102,14 +97,8 @@ def _check_linear(config: ModelConfig, options: EngineOptions) -> None:
         )
 
 
-def _check_sinks(config: ModelConfig, options: EngineOptions) -> None:
-    """Refuse gpt-oss where SGLang has no kernels for it, or would hold quantized weights."""
-    if options.device == "cpu":
-        raise ModelError(
-            f"rollout engine 'sglang' does not run {config.architecture} on a CPU: its attention sinks need a GPU; "
-            "set rollout.name=embedded",
-            code="sglang.model-needs-gpu",
-        )
+def _check_sinks(config: ModelConfig) -> None:
+    """Refuse gpt-oss where SGLang would hold quantized weights."""
     if config.quantized:
         raise ModelError(
             f"rollout engine 'sglang' would hold the experts of {config.architecture} in {config.quantized}, and a "
@@ -117,6 +106,22 @@ def _check_sinks(config: ModelConfig, options: EngineOptions) -> None:
             "then megarl convert megatron-to-hf ROLE NEW_FOLDER",
             code="sglang.quantized-experts",
         )
+
+
+def _check_cpu_kernels(config: ModelConfig) -> None:
+    """Refuse models for which SGLang has kernels of GPUs only."""
+    needs_gpu = {
+        "gated delta nets": config.linear is not None,
+        "attention sinks": config.sinks,
+        "images": config.vision is not None,
+    }
+    for part, exists in needs_gpu.items():
+        if exists:
+            raise ModelError(
+                f"rollout engine 'sglang' does not run {config.architecture} on a CPU: its {part} need a GPU; set "
+                "rollout.name=embedded",
+                code="sglang.model-needs-gpu",
+            )
 
 
 def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
@@ -152,7 +157,12 @@ def check_quantization(config: ModelConfig, options: EngineOptions) -> None:
             f"{setting} and rollout.dtype={options.dtype}: SGLang's FP8 layers compute in bfloat16; set dtype=bfloat16",
             code="sglang.fp8-dtype",
         )
-    special = "gated delta nets" if config.linear is not None else "experts with biases" if config.sinks else None
+    unsupported = {
+        "gated delta nets": config.linear is not None,
+        "experts with biases": config.sinks,
+        "vision tower": config.vision is not None,
+    }
+    special = next((part for part, exists in unsupported.items() if exists), None)
     if special is not None:
         raise ModelError(
             f"{setting} is not supported for the {special} of {config.architecture}; set quantization=null",

@@ -39,6 +39,8 @@ ROUTES_ARGUMENT = "enable_return_routed_experts"
 """Argument of SGLang with which it records the experts of tokens."""
 CACHE_TOKENS = "max_total_tokens"
 """Argument of SGLang with the tokens that its cache holds, of all requests together."""
+IMAGE_CACHE = "mm_preprocess_cache_size_mb"
+"""Argument of SGLang with the memory for processed images."""
 FRACTION = "mem_fraction_static"
 """Argument of SGLang with the share of the free memory for weights and KV cache."""
 _CPU = {
@@ -71,6 +73,8 @@ _ENGINE_ARGS = (
     "admin_api_key",
     "base_gpu_id",
     ROUTES_ARGUMENT,
+    "image_processor_backend",
+    "mm_process_config",
 )
 
 # Arguments that change the parameters of SGLang's ranks, with the values that do not.
@@ -194,11 +198,24 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
         if index:
             arguments["base_gpu_id"] = int(index)
     check_server_args(options.server_args)
-    arguments |= model_arguments(read_model_config(folder), options.server_args)
+    config = read_model_config(folder)
+    if config.vision is not None:
+        # With a cache, SGLang gives the options to its image processor, and reads no token again.
+        arguments |= {IMAGE_CACHE: 512, **image_arguments(options)}
+    arguments |= model_arguments(config, options.server_args)
     if options.quantization is not None:
         arguments |= quantization_args(arguments)
     supported = server_arg_names()
     return {name: value for name, value in arguments.items() if name in supported or name not in _OPTIONAL}
+
+
+def image_arguments(options: EngineOptions) -> dict[str, Any]:
+    """Return SGLang's arguments of a model with images: the image processor of training, and the tower's weights.
+
+    A weight sync sends the language model only.
+    """
+    arguments = {"load_format": "auto", "image_processor_backend": "pil"}
+    return arguments | ({"mm_process_config": {"image": dict(options.image_options)}} if options.image_options else {})
 
 
 def model_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:

@@ -1,0 +1,229 @@
+"""Requests with images for SGLang, its arguments, and the vision tower in weight updates."""
+
+import base64
+import importlib.util
+from dataclasses import replace
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support.expected_errors import raises
+from support.vision_models import END, IMAGE, START, png, save_vision_model
+
+from megarl.base.errors import ConfigError, ModelError, TeacherError, WeightSyncError
+from megarl.base.image_files import ImageProcessor
+from megarl.base.image_tokens import image_spans, multimodal_positions, with_placeholders
+from megarl.config.schema.distillation import TeacherServerConfig
+from megarl.models import read_model_config
+from megarl.rollout import Request, RolloutError, SamplingParams, check_engine_model
+from megarl.rollout.interface import Completion, RequestRefused
+from megarl.rollout.sglang import options
+from megarl.rollout.sglang.backend import ResponseContext, parse_completion, request_payload
+from megarl.rollout.sglang.http import _check_server_info
+from megarl.rollout.sglang.options import SGLangOptions, load_shim, request_of, server_arg_names, server_args
+from megarl.rollout.sglang.teacher import TeacherServers, TokenRow
+from megarl.sharding.sglang_loader import RankLoader, SGLangShard
+
+NEEDS_SGLANG = pytest.mark.skipif(importlib.util.find_spec("sglang") is None, reason="needs SGLang's types")
+OPTIONS = {"max_pixels": 50176}
+
+
+@pytest.fixture(scope="module")
+def vision(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("vision")
+    save_vision_model(folder)
+    read = ImageProcessor(str(folder)).read
+    images = {"first": read(png(56, 112), "first"), "second": read(png(140, 84, 1), "second")}
+    return SimpleNamespace(folder=str(folder), config=read_model_config(folder), **images)
+
+
+@pytest.fixture
+def request_with_images(vision):
+    """The second image, text, and the first one twice."""
+    first, second = ([START, *image.token_ids, END] for image in (vision.first, vision.second))
+    ids = [1, *second, 5, *first, *first, 6]
+    return Request("r", ids, SamplingParams(3), 5, images=[vision.first, vision.second])
+
+
+def payload_of(request, vision):
+    return request_payload(request, "x-1", frozenset({7}), 0, vision.config.vision)
+
+
+def test_each_image_has_one_token_in_the_request(vision, request_with_images):
+    payload = payload_of(request_with_images, vision)
+    assert payload["input_ids"] == [1, START, IMAGE, END, 5, *[START, IMAGE, END] * 2, 6]
+    files = [base64.b64decode(url.removeprefix("data:;base64,")) for url in payload["image_data"]]
+    assert files == [vision.second.data, vision.first.data, vision.first.data]
+    text = Request("r", [1, 2], SamplingParams(3), 5)
+    assert "image_data" not in payload_of(text, vision) and payload_of(text, vision)["input_ids"] == [1, 2]
+
+
+def test_a_continued_request_has_its_images(vision, request_with_images):
+    prior = Completion("r", [8], [-1.0], "abort", 1)
+    payload = payload_of(replace(request_with_images, prior=prior).remainder, vision)
+    assert payload["input_ids"][-2:] == [6, 8] and len(payload["image_data"]) == 3
+
+
+def test_the_image_token_in_a_text_is_refused(vision, request_with_images):
+    request = replace(request_with_images, prompt_ids=[*request_with_images.prompt_ids, IMAGE])
+    with raises("sglang.image-placeholder", IMAGE, error=RequestRefused):
+        payload_of(request, vision)
+
+
+@pytest.mark.parametrize("difference", [0, -1, 1])
+def test_sglangs_number_of_prompt_tokens_is_compared(request_with_images, difference):
+    meta = {
+        "output_token_logprobs": [(-1.0, 5, None)] * 3,
+        "finish_reason": {"type": "length"},
+        "prompt_tokens": len(request_with_images.prompt_ids) + difference,
+    }
+    response = {"output_ids": [5] * 3, "meta_info": meta}
+    if not difference:
+        assert parse_completion(request_with_images, response, ResponseContext(frozenset(), 0)).token_ids == [5] * 3
+        return
+    with raises("engine.image-token-count", meta["prompt_tokens"], error=RolloutError):
+        parse_completion(request_with_images, response, ResponseContext(frozenset(), 0))
+
+
+@pytest.mark.parametrize(
+    ("fields", "code"),
+    [
+        ({"device": "cpu"}, "sglang.model-needs-gpu"),
+        ({"device": "cuda", "quantization": "fp8", "dtype": "bfloat16"}, "sglang.fp8-model"),
+    ],
+)
+def test_models_with_images_are_refused_on_a_cpu_and_in_fp8(vision, fields, code):
+    check_engine_model("sglang", vision.config, SGLangOptions(device="cuda"))
+    with raises(code, "Qwen2_5_VLForConditionalGeneration", error=ModelError):
+        check_engine_model("sglang", vision.config, SGLangOptions(**fields))
+
+
+def test_sglang_processes_images_as_training_does(vision, monkeypatch):
+    monkeypatch.setattr(options, "server_arg_names", frozenset)
+    monkeypatch.setattr(options, "is_installed", lambda name: False)
+    arguments = server_args(vision.folder, 64, SGLangOptions(device="cuda", image_options=OPTIONS))
+    assert arguments["load_format"] == "auto"
+    assert arguments["image_processor_backend"] == "pil"
+    assert arguments["mm_process_config"] == {"image": OPTIONS}
+    assert arguments["mm_preprocess_cache_size_mb"] > 0
+    users = SGLangOptions(device="cuda", server_args={"mm_preprocess_cache_size_mb": 99})
+    assert server_args(vision.folder, 64, users)["mm_preprocess_cache_size_mb"] == 99
+    assert "mm_process_config" not in server_args(vision.folder, 64, users)
+
+
+@pytest.mark.parametrize("name", ["image_processor_backend", "mm_process_config"])
+def test_the_engine_sets_the_image_processor_itself(vision, name):
+    with raises("sglang.engine-argument", name, error=ConfigError):
+        server_args(vision.folder, 64, SGLangOptions(device="cuda", server_args={name: {}}))
+
+
+@pytest.mark.parametrize(
+    ("name", "value"),
+    [("load_format", "dummy"), ("image_processor_backend", "auto"), ("mm_process_config", {})],
+)
+def test_a_running_server_must_have_the_tower_and_the_image_processor(vision, name, value):
+    engine = SGLangOptions(device="cuda", image_options=OPTIONS, deterministic=False)
+    info = {"load_format": "auto", "image_processor_backend": "pil", "mm_process_config": {"image": OPTIONS}}
+    _check_server_info("http://host:1", info, vision.folder, engine)
+    with raises("sglang.server-mismatch", name, error=ConfigError):
+        _check_server_info("http://host:1", info | {name: value}, vision.folder, engine)
+
+
+class Model(torch.nn.Module):
+    """Parameters by dotted name, as SGLang's model has them."""
+
+    def __init__(self, shapes):
+        super().__init__()
+        self.held = {name: torch.nn.Parameter(torch.full(shape, 3.0)) for name, shape in shapes.items()}
+
+    def named_parameters(self):
+        return self.held.items()
+
+    def parameters(self):
+        return iter(self.held.values())
+
+
+@pytest.mark.parametrize("tp", [1, 2])
+def test_the_tower_is_no_part_of_a_shard(vision, tp):
+    """SGLang names the decoder's parameters as the weight map does."""
+    shard = SGLangShard(vision.config, tp, 0)
+    model = Model(shard._shapes(shard._places) | {"visual.blocks.0.norm1.weight": [4], "lm_head.bias": [1]})
+    with raises("sglang.parameter-extra", "'lm_head.bias'", error=WeightSyncError):
+        shard.views(model)
+    del model.held["lm_head.bias"]
+    assert shard.views(model).keys() == {param.name for param in shard.params}
+    assert "model.layers.3.self_attn.qkv_proj.bias" in shard.views(model)
+
+
+def test_an_update_restores_the_tower_that_sleep_has_freed(vision):
+    shard = SGLangShard(vision.config, 1, 0)
+    model = Model(shard._shapes(shard._places) | {"visual.blocks.0.norm1.weight": [4]})
+    tower = model.held["visual.blocks.0.norm1.weight"].data
+    rank = RankLoader()
+    rank.attach(model, shard)
+    tower.zero_()
+    rank.attach(model, shard)  # of the next engine at a running server
+    rank._receiver = SimpleNamespace(begin=lambda version: None)
+    rank.begin(model, 1)
+    assert (tower == 3.0).all()
+
+
+def test_a_teacher_behind_sglang_grades_no_images(vision):
+    servers = TeacherServers("teacher", TeacherServerConfig(urls=["http://127.0.0.1:1"]))
+    with raises("teacher.images", "teacher", error=TeacherError):
+        servers.grade([TokenRow([1], [2]), TokenRow(vision.first.token_ids, [2])])
+
+
+@NEEDS_SGLANG
+@pytest.mark.sglang
+class TestSGLangsTypes:
+    @pytest.fixture(autouse=True)
+    def shim(self):
+        load_shim()
+
+    def test_the_request_is_one_of_sglangs(self, vision, request_with_images):
+        payload = payload_of(request_with_images, vision)
+        request = request_of("GenerateReqInput", payload)
+        request.normalize_batch_and_arguments()
+        assert request.is_single and request.contains_mm_input()
+        assert request.image_data == payload["image_data"] and request.input_ids == payload["input_ids"]
+
+    def test_sglang_reads_the_files(self, vision, request_with_images):
+        from sglang.srt.utils.common import get_image_bytes
+
+        urls = payload_of(request_with_images, vision)["image_data"]
+        assert [get_image_bytes(url) for url in urls] == [vision.second.data, vision.first.data, vision.first.data]
+
+    def test_sglang_expands_the_ids_to_ours(self, vision, request_with_images):
+        from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
+
+        ids = request_with_images.prompt_ids
+        spans = image_spans(ids)
+        grids = torch.tensor([[1, 2 * span.rows, 2 * span.columns] for span in spans])
+        processor = SimpleNamespace(IM_TOKEN_ID=IMAGE, spatial_merge_size=2)
+        sent = payload_of(request_with_images, vision)["input_ids"]
+        expanded, offsets, _ = BaseMultimodalProcessor.build_input_ids(processor, sent, img_grid_thw=grids)
+        assert expanded == with_placeholders(ids, IMAGE)
+        assert offsets == [(span.start, span.stop - 1) for span in spans]
+
+    def test_sglang_has_our_positions(self, request_with_images):
+        from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+
+        ids = request_with_images.prompt_ids
+        positions, delta = MRotaryEmbedding.get_rope_index(
+            spatial_merge_size=2,
+            image_token_id=IMAGE,
+            video_token_id=121,
+            vision_start_token_id=START,
+            model_type="qwen2_5_vl",
+            tokens_per_second=2,
+            input_ids=torch.tensor([with_placeholders(ids, IMAGE)]),
+            image_grid_thw=torch.tensor([[1, 2 * span.rows, 2 * span.columns] for span in image_spans(ids)]),
+        )
+        ours = multimodal_positions(ids)
+        assert positions.squeeze(1).tolist() == ours.tolist()
+        assert delta.item() == ours.max() + 1 - len(ids)
+
+    def test_sglang_has_the_arguments(self, vision):
+        engine = SGLangOptions(device="cuda", image_options=OPTIONS)
+        assert set(server_args(vision.folder, 64, engine)) <= server_arg_names()
