@@ -1,4 +1,4 @@
-"""Embedded engine with images, against transformers' Qwen2.5-VL."""
+"""Embedded engine with images, against transformers."""
 
 from dataclasses import replace
 from types import SimpleNamespace
@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 import torch
 from support.expected_errors import raises
-from support.vision_models import END, IMAGE, START, VOCABULARY, png, save_vision_model
+from support.vision_families import FAMILIES, save_family
+from support.vision_models import END, IMAGE, START, VOCABULARY, png
 
 from megarl.base.image_files import ImageProcessor
 from megarl.base.image_tokens import Image, image_spans, with_placeholders
@@ -22,9 +23,12 @@ GREEDY = SamplingParams(NEW, temperature=0.0, ignore_eos=True)
 
 @pytest.fixture(scope="module")
 def vision(tmp_path_factory):
+    return with_pictures(tmp_path_factory.mktemp("vision"))
+
+
+def with_pictures(folder, family="qwen2_5_vl"):
     """A tiny model, its folder, and pictures by name; a and c have equal sizes."""
-    folder = tmp_path_factory.mktemp("vision")
-    model = save_vision_model(folder)
+    model = save_family(folder, family)
     read = ImageProcessor(str(folder)).read
     sizes = {"a": (56, 112), "b": (140, 84), "c": (56, 112), "odd": (57, 203), "tall": (300, 31), "large": (196, 168)}
     images = {name: read(png(*size, seed), name) for seed, (name, size) in enumerate(sizes.items())}
@@ -94,15 +98,26 @@ def check(vision, engine, requests):
     return completions
 
 
-def test_mixed_prompts_generate_as_in_transformers(vision, engine):
-    requests = [
+def mixed_prompts(vision):
+    return [
         request("text", [9, 8, 7]),
         request("one", [1, 2, 3], vision.a, [4, 5]),
         request("two", vision.b, [5], vision.odd),
         request("three", [6], vision.tall, vision.a, [7], vision.large, [8, 9, 10]),
         request("twice", vision.c, [3], vision.c, [4]),
     ]
-    check(vision, engine, requests)
+
+
+def test_mixed_prompts_generate_as_in_transformers(vision, engine):
+    check(vision, engine, mixed_prompts(vision))
+
+
+@pytest.mark.parametrize("family", FAMILIES[1:])
+def test_other_families_generate_as_in_transformers(tmp_path, family):
+    vision = with_pictures(tmp_path, family)
+    engine = loaded(vision)
+    check(vision, engine, mixed_prompts(vision))
+    engine.shutdown()
 
 
 def test_a_prompt_may_end_with_the_tokens_of_an_image(vision, engine):

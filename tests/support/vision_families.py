@@ -71,6 +71,7 @@ def save_family(path: Path, family: str) -> Any:
         for parameter in model.parameters():
             if parameter.dim() == 1:  # norms and biases are constant otherwise
                 parameter.add_(0.1 * torch.randn_like(parameter))
+        model.lm_head.weight[IMAGE] = 0.0  # so that no greedy response has a token of an image
     model.save_pretrained(path)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
     return model
