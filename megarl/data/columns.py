@@ -102,6 +102,7 @@ _declare(
         "kto_sequence_prompt_tokens": "Tokens of `kto_sequence` before its response.",
         "kl_sequence_prompt_tokens": "Tokens of `kl_sequence` before its response.",
         "prompt_digests": "Digest of the token ids of the prompt, equal for rows with equal prompts.",
+        "image_counts": "Images of the prompt; absent if no prompt of the batch has one.",
         "desirable": "1 = the response of `kto_sequence` is desirable, 0 = undesirable.",
     },
 )

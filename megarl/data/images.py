@@ -19,6 +19,8 @@ if TYPE_CHECKING:
 
 IMAGES = "images"
 """Column of a batch with the images of each prompt, a tuple of :class:`~megarl.base.image_tokens.Image`."""
+IMAGE_COUNTS = "image_counts"
+"""Column of a batch with the number of images of each row, ``[b]`` int64."""
 PLACEHOLDER = "<image>"
 """Text that stands for an image, as in verl's data sets."""
 _PLACEHOLDERS = re.compile("(<image>|<video>)")

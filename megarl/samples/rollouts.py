@@ -10,6 +10,7 @@ from types import MappingProxyType
 from typing import Any
 
 import numpy as np
+import torch
 from transformers import PreTrainedTokenizerBase
 
 from megarl.agents.build import default_agent_loop
@@ -32,7 +33,7 @@ from megarl.config.schema.algorithm import SYNC
 from megarl.config.schema.jobs import GenerationJobConfig, TrainConfig
 from megarl.config.schema.rollout import TrainingRolloutConfig
 from megarl.data import DataProto
-from megarl.data.images import IMAGES
+from megarl.data.images import IMAGE_COUNTS, IMAGES
 from megarl.rewards.outcome import REWARD_COUNTS
 from megarl.rollout.interface import SamplingParams
 from megarl.rollout.router import Replica, RouterStats
@@ -360,7 +361,11 @@ class Rollouts:
         names = dict.fromkeys(name for group in groups for name in group.facts)
         columns = {name: [group.facts.get(name) for group in groups] for name in names}
         prompts = DataProto.from_dict({}, {**columns, "uid": [group.key for group in groups]})
-        return batch.union(prompts.repeat(len(trajectories) // len(groups)))
+        samples = len(trajectories) // len(groups)
+        counts = [len(group.facts.get(IMAGES) or ()) for group in groups for _ in range(samples)]
+        if any(counts):
+            batch = batch.with_columns({IMAGE_COUNTS: torch.tensor(counts)})
+        return batch.union(prompts.repeat(samples))
 
 
 def _prompt_rows(prompts: DataProto) -> list[tuple[np.ndarray, dict[str, Any]]]:

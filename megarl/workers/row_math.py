@@ -35,6 +35,7 @@ from megarl.algorithms import (
 )
 from megarl.base.reductions import Largest, Metrics, Smallest
 from megarl.data import DataProto, sequence_lengths
+from megarl.data.images import IMAGE_COUNTS
 
 MASKS = ("attention_mask", "response_mask")
 """Columns with the lengths and the trained tokens of the rows."""
@@ -47,7 +48,9 @@ KL_COLUMNS = ("old_log_probs", "ref_log_prob", "ref_kl")
 SHAPING_COLUMNS = (*MASKS, "token_level_scores", "ref_log_prob", "ref_similarity")
 WHITENED_COLUMNS = (*MASKS, "token_level_rewards", "advantages", "returns")
 STATISTIC_COLUMNS = (*WHITENED_COLUMNS, "token_level_scores", "values")
-MISMATCH_COLUMNS = (*MASKS, "generated_mask", "old_log_probs", "rollout_log_probs")
+MISMATCH_COLUMNS = (*MASKS, "generated_mask", "old_log_probs", "rollout_log_probs", IMAGE_COUNTS)
+ALL_ROWS, IMAGE_ROWS = "", "/images"
+"""Ends of the names of metrics over all rows, and over rows with images alone."""
 ROW_ADVANTAGES = "row_advantages"
 """Column with one advantage per row, ``[b]`` double."""
 EXPANDED_COLUMNS = (*MASKS, "token_level_rewards", "values", "entropys", ROW_ADVANTAGES)
@@ -252,11 +255,12 @@ class _RowStatistics(NamedTuple):
 
     Attributes:
         trained: of advantages, returns and values over the trained tokens, by column; of those that exist.
-        mismatch: of the log-probs of engine and actor over the compared tokens; None without both.
+        mismatch: of the log-probs of engine and actor over the compared tokens, by kind of rows (:data:`ALL_ROWS`,
+            :data:`IMAGE_ROWS`); empty without both.
     """
 
     trained: dict[str, Moments]
-    mismatch: RatioMoments | None
+    mismatch: dict[str, RatioMoments]
 
 
 def statistics_of_rows(batch: DataProto) -> tuple[DataProto, _RowStatistics]:
@@ -265,11 +269,15 @@ def statistics_of_rows(batch: DataProto) -> tuple[DataProto, _RowStatistics]:
     Args:
         batch: with :data:`STATISTIC_COLUMNS`, and :data:`MISMATCH_COLUMNS` to compare log-probs.
     """
-    mask, mismatch = trained_tokens(batch), None
+    mask, mismatch = trained_tokens(batch), dict[str, RatioMoments]()
     names = [name for name in ("advantages", "returns", "values") if name in batch.tensors]
     moments = {name: Moments.of(select_tokens(batch.packed(name), mask)) for name in names}
     sums = {f"{kind}_sums": row_sums(batch, f"token_level_{kind}") for kind in ("scores", "rewards")}
     if {"old_log_probs", "rollout_log_probs"} <= batch.tensors.keys():
         old, rollout = batch.packed("old_log_probs"), batch.packed("rollout_log_probs")
-        mismatch = RatioMoments.of(old, rollout, compared_tokens(batch), sequence_lengths(batch)[1])
+        compared, lengths = compared_tokens(batch), sequence_lengths(batch)[1]
+        mismatch[ALL_ROWS] = RatioMoments.of(old, rollout, compared, lengths)
+        if IMAGE_COUNTS in batch.tensors:
+            with_images = expand_to_tokens(batch.tensors[IMAGE_COUNTS] > 0, compared, lengths)
+            mismatch[IMAGE_ROWS] = RatioMoments.of(old, rollout, compared & with_images, lengths)
     return DataProto.from_dict({"counted": counted_rows(batch), **sums}), _RowStatistics(moments, mismatch)

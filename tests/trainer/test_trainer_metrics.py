@@ -172,6 +172,18 @@ def test_tool_tokens_are_neither_generated_nor_compared():
     assert phase_tokens(given, ["gen", "adv"]) == {"gen": 5, "adv": 12}
 
 
+def test_rows_with_images_are_compared_alone_too():
+    rollout = torch.tensor([[0.5, 0.5, 0.25], [0.4, 0.9, 0.9], [0.9, 0.9, 0.9]]).log()
+    actor = torch.tensor([[0.5, 0.5, 0.25], [0.1, 0.1, 0.1], [0.1, 0.1, 0.1]]).log()
+    given = batch(rollout_log_probs=rollout, old_log_probs=actor, image_counts=torch.tensor([0, 2, 1]))
+    metrics = mismatch(given)
+    assert metrics["training/rollout_probs_diff_mean"] == pytest.approx(0.3 / 3)
+    assert metrics["training/rollout_probs_diff_mean/images"] == pytest.approx(0.3)
+    assert undocumented(metrics) == []
+    excess = batch_metrics(given, 3, 3, compare_log_probs=True, explained=math.log(4) / 2)
+    assert excess["training/rollout_mismatch_excess/images"] == pytest.approx(2.0)
+
+
 def test_conversation_metrics_are_averaged_by_rows():
     batches = [
         {"env/finish_ratio": 1.0, "num_turns/mean": 9.0},

@@ -21,8 +21,10 @@ from megarl.tracking.jsonl_files import DELAY_PREFIX, SECONDS_SUFFIX, TOKENS, WO
 from megarl.tracking.phase_timer import unhidden_seconds
 from megarl.trainer.records.slow_hosts import host_delays, hosts_of_ranks
 from megarl.workers.row_math import (
+    ALL_ROWS,
     FINISH_REASON,
     GENERATED_TOKENS,
+    IMAGE_ROWS,
     MISMATCH_COLUMNS,
     STATISTIC_COLUMNS,
     generated_tokens,
@@ -101,11 +103,11 @@ def batch_metrics(
         metrics |= group_spread(scores, batch.non_tensor_batch["uid"][counted.numpy()])
     for name in parts[0].trained:
         metrics |= _moments_summary(f"critic/{name}", Moments.merged([part.trained[name] for part in parts]))
-    if compared := [part.mismatch for part in parts if part.mismatch is not None]:
-        moments = RatioMoments.merged(compared)
-        metrics |= mismatch_metrics(moments)
+    for kind in parts[0].mismatch:
+        moments = RatioMoments.merged([part.mismatch[kind] for part in parts])
+        metrics |= mismatch_metrics(moments, kind)
         if explained is not None and moments.log_distance.count:
-            metrics[EXCESS] = mismatch_excess(moments.log_distance, explained)
+            metrics[EXCESS + kind] = mismatch_excess(moments.log_distance, explained)
     prompt_lengths, response_lengths = sequence_lengths(batch)
     for name, lengths, limit in (
         ("prompt_length", prompt_lengths, max_prompt_length),
@@ -138,11 +140,14 @@ def group_spread(scores: torch.Tensor, uids: np.ndarray) -> Metrics:
     }
 
 
-def mismatch_metrics(moments: RatioMoments) -> Metrics:
-    """Return the mismatch of the engine's and the actor's log-probs: ``training/rollout_*``, ``rollout_corr/*``."""
-    return {f"training/{name}": value for name, value in moments.differences().items()} | {
-        f"rollout_corr/{name}": value for name, value in moments.off_policy_statistics().items()
-    }
+def mismatch_metrics(moments: RatioMoments, kind: str) -> Metrics:
+    """Return the mismatch of the engine's and the actor's log-probs.
+
+    They are ``training/rollout_*``, with the end ``kind``, and over all rows ``rollout_corr/*``.
+    """
+    of_policy = moments.off_policy_statistics() if kind == ALL_ROWS else {}
+    differences = {f"training/{name}{kind}": value for name, value in moments.differences().items()}
+    return differences | {f"rollout_corr/{name}": value for name, value in of_policy.items()}
 
 
 def throughput_metrics(
@@ -300,12 +305,12 @@ def mismatch_excess(differences: Moments, explained: float) -> float:
 
 
 def mismatch_warnings(metrics: Mapping[str, float]) -> list[str]:
-    """Describe a mismatch beyond rounding in one sentence; empty without one."""
-    if not metrics.get(EXCESS, 0.0) > 1:
-        return []
+    """Describe a mismatch beyond rounding, of all rows and of rows with images; empty without one."""
     return [
-        f"the log-probs of engine and actor differ by {metrics[DIFFERENCE]:.3g} nats per token on average, "
-        f"{metrics[EXCESS]:.1f} times what rounding explains: they compute different models, or sample otherwise. The "
-        "policy would be trained on samples of another one. `megarl doctor logprobs` finds the cause from a run with "
-        "actor_rollout_ref.rollout.calculate_log_probs=true and trainer.rollout_data_dir"
+        f"the log-probs of engine and actor differ by {metrics[DIFFERENCE + kind]:.3g} nats per token on average"
+        f"{where}, {metrics[EXCESS + kind]:.1f} times what rounding explains: they compute different models, or sample "
+        "otherwise. The policy would be trained on samples of another one. `megarl doctor logprobs` finds the cause "
+        "from a run with actor_rollout_ref.rollout.calculate_log_probs=true and trainer.rollout_data_dir"
+        for kind, where in ((ALL_ROWS, ""), (IMAGE_ROWS, " in rows with images"))
+        if metrics.get(EXCESS + kind, 0.0) > 1
     ]
