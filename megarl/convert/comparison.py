@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import threading
 from contextlib import closing
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import torch
@@ -41,13 +41,14 @@ class Comparison:
 
 
 def compare(first: CheckpointSource, second: CheckpointSource, workers: int) -> Comparison:
-    """Compare every tensor of two checkpoints, element by element in float64.
+    """Compare every tensor of two checkpoints, vision towers included, element by element in float64.
 
     NaN equals NaN. A zero bias of a scalar head equals a missing one.
 
     Raises:
         CheckpointError: a file of either checkpoint is missing or damaged.
     """
+    first, second = (replace(source, tensors={**source.tensors, **source.tower}) for source in (first, second))
     result = Comparison()
     common = []
     for name, view in first.tensors.items():

@@ -19,7 +19,7 @@ from megarl.base.errors import CheckpointError
 from megarl.convert.stored import Chunk, Files, Scratch, StoredTensor, TensorView, ViewRegion
 from megarl.models import ModelConfig, WeightMap, hf_folder
 from megarl.models.adapters import AdapterMap, LoraOptions, magnitude_name
-from megarl.models.hf_folder import ModelIdentity, StackedPart, file_shapes, identify_model
+from megarl.models.hf_folder import ModelIdentity, StackedPart, file_shapes, identify_model, is_tower
 from megarl.models.number_formats import dequantize_mxfp4
 from megarl.models.peft_folder import AdapterFolder
 
@@ -66,6 +66,11 @@ class CheckpointSource:
     def has_value_head(self) -> bool:
         """Whether the model has a scalar head."""
         return SCORE[0] in self.tensors
+
+    @property
+    def tower(self) -> dict[str, TensorView]:
+        """The carried tensors of the vision tower; empty for a model of text."""
+        return {name: view for name, view in self.carried.items() if is_tower(self.config, name)}
 
     def files(self) -> list[Path]:
         """Return every file with weights, sorted; also those of carried tensors."""

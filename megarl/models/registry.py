@@ -103,12 +103,12 @@ def family_of(architecture: str) -> Family:
 
 
 def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
-    """Reject models with layers that megarl lacks, multimodal (VLM, audio) and encoder-decoder models.
+    """Reject models with layers that megarl lacks, unknown multimodal (VLM, audio) and encoder-decoder models.
 
     A family that declares the architecture, such as one in ``external_lib``, is accepted.
 
     Raises:
-        ModelError: the model is not a decoder of text, or has parts that megarl does not compute; names them.
+        ModelError: the model is not a known decoder, or has parts that megarl does not compute; names them.
     """
     if architecture in FAMILIES:
         return
@@ -127,8 +127,8 @@ def refuse_other_kinds(architecture: str, raw: Mapping[str, Any]) -> None:
     else:
         return
     raise ModelError(
-        f"architecture '{architecture}' is {kind}, and megarl trains decoders of text only; name a text-only model of "
-        f"one of the families {', '.join(known_families())}{lacks and f'. Its decoder also {lacks}'}",
+        f"architecture '{architecture}' is {kind}, for which megarl has no weight map; name a model of one of the "
+        f"families {', '.join(known_families())}{lacks and f'. Its decoder also {lacks}'}",
         code="model.not-text-decoder",
     )
 

@@ -1,6 +1,7 @@
 """A vision tower survives training's exports and every conversion, bit for bit, in each family with images."""
 
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -61,13 +62,22 @@ def test_conversions_carry_the_tower(saved, tmp_path):
         assert sections[0][section] == sections[1][section]
 
 
+@pytest.mark.parametrize("saved", ["qwen3_5"], indirect=True)
+def test_verify_compares_towers(saved, tmp_path):
+    folder, _ = saved
+    run("hf-to-megatron", folder, tmp_path / "role")
+    run("verify", folder, tmp_path / "role")
+    tensors, other = tensors_of(folder), shutil.copytree(folder, tmp_path / "other")
+    name = "model.visual.merger.norm.bias"
+    save_file({**tensors, name: tensors[name] + 1}, other / "model.safetensors")
+    run("verify", other, tmp_path / "role", expect=1)
+
+
 def test_names_of_modules_are_the_same_model(saved, tmp_path):
     """Published folders of Qwen3.5 have these names, with the experts of a layer stacked."""
     folder, model = saved
     identity = identify_model(folder)
-    (tmp_path / "modules").mkdir()
-    for file in folder.iterdir():
-        (tmp_path / "modules" / file.name).write_bytes(file.read_bytes())
+    shutil.copytree(folder, tmp_path / "modules")
     with_module_names(tmp_path / "modules", model)
     assert any(name.startswith("model.language_model.") for name in tensors_of(tmp_path / "modules"))
     assert identify_model(tmp_path / "modules").weights == identity.weights

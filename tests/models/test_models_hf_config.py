@@ -217,7 +217,7 @@ def test_an_unknown_architecture_lists_each_family_once():
 @pytest.mark.parametrize(
     ("config", "architecture", "kind"),
     [
-        ("Qwen2_5_VLConfig", "Qwen2_5_VLForConditionalGeneration", "a multimodal model (vision_config)"),
+        ("Qwen2VLConfig", "Qwen2VLForConditionalGeneration", "a multimodal model (vision_config)"),
         ("Gemma3Config", "Gemma3ForConditionalGeneration", "a multimodal model (vision_config)"),
         ("LlavaConfig", "LlavaForConditionalGeneration", "a multimodal model (vision_config)"),
         ("Qwen2AudioConfig", "Qwen2AudioForConditionalGeneration", "a multimodal model (audio_config)"),
@@ -228,7 +228,7 @@ def test_a_model_that_is_no_decoder_of_text_hears_text_only(tmp_path, config, ar
     import transformers
 
     raw = getattr(transformers, config)().to_dict()
-    with raises("model.not-text-decoder", architecture, kind, "qwen3_moe"):
+    with raises("model.not-text-decoder", architecture, kind, "qwen3_moe", "qwen2_5_vl"):
         read_model_config(write_config(tmp_path, {**raw, "architectures": [architecture]}))
 
 

@@ -1,6 +1,7 @@
 """Models with images before a run starts: the tower is frozen, and teachers see the policy's images."""
 
 import json
+import shutil
 from typing import Any
 
 import pytest
@@ -11,7 +12,7 @@ from megarl.config import TrainConfig
 from megarl.config.build import build
 from megarl.models import read_model_config
 from megarl.models.hf_folder import image_grid
-from megarl.trainer.jobs.early_checks import check_learners
+from megarl.trainer.jobs.early_checks import check_learners, check_reward_model
 
 
 @pytest.fixture(scope="module")
@@ -33,9 +34,10 @@ def config(path, teacher=None, **keys: Any):
                 "actor": actor,
                 "rollout": {"n": 2, "name": "embedded"},
             },
-            "algorithm": {"adv_estimator": "grpo"},
+            "algorithm": {"adv_estimator": "gae" if "critic" in keys else "grpo"},
+            "critic": {"model": {"path": str(keys["critic"])}} if "critic" in keys else {},
             "distillation": {"enabled": True, "teacher_models": teachers} if teacher else {},
-            "reward": {"name": "arithmetic"},
+            "reward": {"name": "arithmetic", "model": {"enable": "reward" in keys, "path": keys.get("reward")}},
             "trainer": {"experiment_name": "x", "device": "cpu", "n_gpus_per_node": 1, "nnodes": 1},
         },
     )
@@ -67,7 +69,7 @@ def test_a_model_without_a_tower_does_not_freeze_it(folder, tmp_path):
     check_learners(config(text, freeze=False), weights=False)
     with raises("image.no-tower", "actor_rollout_ref.actor.freeze_vision_tower=true", text):
         check_learners(config(text), weights=False)
-    with raises("teacher.other-images", "distillation.teacher_models.t.model_path", "image_token_id", 120, None):
+    with raises("image.other-processor", "distillation.teacher_models.t.model_path", "image_token_id", 120, None):
         check_learners(config(folder, text), weights=False)
     check_learners(config(text, folder, freeze=False), weights=False)  # the data has no images
 
@@ -83,8 +85,20 @@ def test_a_teacher_has_the_same_tokens_of_images(folder, tmp_path, token, proces
     check_learners(config(folder, teacher), weights=False)
     other = with_config(folder, tmp_path / "other", image_token_id=token)
     (other / "preprocessor_config.json").write_text(json.dumps(PROCESSOR | processor), encoding="utf-8")
-    with raises("teacher.other-images", name, other):
+    with raises("image.other-processor", name, other):
         check_learners(config(folder, other), weights=False)
+
+
+def test_critic_and_reward_model_see_the_images(folder, tmp_path):
+    rewarding = with_config(folder, tmp_path / "reward", architectures=["Qwen2_5_VLForSequenceClassification"])
+    check_learners(config(folder, critic=folder), weights=False)
+    with raises("image.other-processor", "critic.model.path", "patch_size", rewarding):
+        check_learners(config(folder, critic=rewarding), weights=False)
+    with raises("image.other-processor", "reward.model.path", "patch_size", rewarding):
+        check_reward_model(config(folder, reward=str(rewarding)), weights=False)
+    shutil.copy(folder / "preprocessor_config.json", rewarding)
+    check_learners(config(folder, critic=rewarding), weights=False)
+    check_reward_model(config(folder, reward=str(rewarding)), weights=False)
 
 
 def test_both_spellings_of_a_processors_limits_are_read(tmp_path):

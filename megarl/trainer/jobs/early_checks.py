@@ -130,6 +130,7 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
         _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
     if config.uses_critic:
         critic = config.critic
+        _check_same_images(policy.model.path, str(critic.model.path), "critic.model.path")
         _check_model(str(critic.model.path), critic.megatron, "critic.megatron", weights=weights)
         _check_adapters(
             str(critic.model.path), critic.model, critic.megatron, "critic.model", value_head=True, weights=weights
@@ -164,7 +165,7 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
                 f"{field}.model_path={path} has a scalar head; a teacher is a language model",
                 code="teacher.scalar-head",
             )
-        _check_images_of_teacher(student, path, f"{field}.model_path")
+        _check_same_images(student, path, f"{field}.model_path")
         tokens = min(model.vocab_size, vocab_size)
         if loss.reads_teacher_hidden and tokens < vocab_size:
             raise ConfigError(
@@ -196,19 +197,19 @@ def _check_frozen_tower(config: TrainConfig) -> None:
         raise ConfigError(text, code="image.trained-tower")
 
 
-def _check_images_of_teacher(student: str, teacher: str, key: str) -> None:
-    """Check that a teacher sees the student's images, with the same number of tokens."""
-    models = [read_model_config(path) for path in (student, teacher)]
+def _check_same_images(policy: str, other: str, key: str) -> None:
+    """Check that another model, named by ``key``, sees the policy's images with the same tokens."""
+    models = [read_model_config(path) for path in (policy, other)]
     if models[0].vision is None:
         return
     tokens = [model.vision and model.vision.image_token for model in models]
-    grids = [image_grid(path) for path in (student, teacher)]
+    grids = [image_grid(path) for path in (policy, other)]
     for name, values in {"image_token_id": tokens, **{n: [grid[n] for grid in grids] for n in grids[0]}}.items():
         if values[0] != values[1]:
             raise ConfigError(
-                f"{key}={teacher}: {name} is {values[1]}, and {values[0]} in the policy {student}, whose images the "
-                "teacher would not see with the same tokens; take a teacher with the same image processor",
-                code="teacher.other-images",
+                f"{key}={other}: {name} is {values[1]}, and {values[0]} in the policy {policy}, whose images it would "
+                "not see with the same tokens; name a model with the same image processor",
+                code="image.other-processor",
             )
 
 
@@ -231,6 +232,8 @@ def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = 
             "classification with one label, such as megarl reward-model writes",
             code="reward.no-scalar-head",
         )
+    if isinstance(config, TrainConfig):
+        _check_same_images(config.actor_rollout_ref.model.path, path, "reward.model.path")
     _check_model(path, config.reward.model.megatron, "reward.model.megatron", weights=weights)
 
 
