@@ -50,6 +50,9 @@ def decode_image(data: bytes, location: str) -> PIL.Image.Image:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PIL's own limit, which is higher
             image: PIL.Image.Image = pil.open(io.BytesIO(data), formats=FORMATS)
+    except pil.DecompressionBombError as error:
+        text = f"{location}: the image has more than {MAX_PIXELS} pixels; resize it ({error!s:.120})"
+        raise DataError(text, code="image.too-many-pixels") from error
     except Exception as error:  # a decoder may raise any error for a damaged file
         text = f"{location}: no image in the formats {', '.join(FORMATS)} ({type(error).__name__}: {error!s:.120})"
         raise DataError(text, code="image.unknown-format") from error

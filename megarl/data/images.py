@@ -98,8 +98,7 @@ class ImageReader:
             block = rows.slice((self.key, prompt_key), start, min(start + _BLOCK, len(rows)))
             for row, values in enumerate(block, start):
                 for path in self._paths(values, prompt_key, rows.folder(row)):
-                    status = path.stat() if path.exists() else None
-                    digest.update(f"{path}|{status and (status.st_size, status.st_mtime_ns)}\n".encode())
+                    digest.update(_status(path).encode(errors="surrogatepass"))
         return digest.hexdigest()
 
     def _paths(self, values: Mapping[str, Any], prompt_key: str, folder: str) -> Iterator[Path]:
@@ -185,17 +184,26 @@ def _load(entry: Any, location: str, folder: str) -> bytes:
         text = f"{location}: {source:.80} is no file; only files of this machine are read, download it"
         raise DataError(text, code="image.remote")
     path = _absolute(source, folder)
-    if not path.is_file():  # a pipe or device would be read without end
-        raise DataError(f"{location}: there is no file {path}; relative paths are below {folder}", code="image.missing")
     try:
-        with path.open("rb") as file:
-            return file.read(MAX_BYTES + 1)
+        if path.is_file():  # a pipe or device would be read without end
+            with path.open("rb") as file:
+                return file.read(MAX_BYTES + 1)
     except OSError as error:
-        raise DataError(f"{location}: {path} cannot be read ({error})", code="image.unreadable") from error
+        raise DataError(f"{location}: {path!s:.200} cannot be read ({error})", code="image.unreadable") from error
+    text = f"{location}: there is no file {path!s:.200}; relative paths are below {folder}"
+    raise DataError(text, code="image.missing")
 
 
 def _absolute(path: str, folder: str) -> Path:
-    return Path(folder, Path(path.removeprefix("file://")).expanduser())
+    return Path(folder, path.removeprefix("file://"))
+
+
+def _status(path: Path) -> str:
+    try:
+        status = path.stat()
+    except (OSError, ValueError):  # reading the row names it
+        return f"{path}\n"
+    return f"{path}|{status.st_size}|{status.st_mtime_ns}\n"
 
 
 def _shown(value: Any) -> str:

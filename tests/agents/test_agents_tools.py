@@ -7,6 +7,7 @@ import subprocess
 import sys
 import threading
 from dataclasses import replace
+from typing import ClassVar
 
 import pytest
 from agent_cases import Scripted, ids_of, lead_all, merging_tokenizer, sampling, tokenized
@@ -133,6 +134,18 @@ def test_failed_tool_is_retried_and_then_fails_the_conversation():
         answered(1, failures=2)
     with raises("tool.call-failed", "0.02 s"):
         answered(0, failures=1, hangs=True)
+
+
+class ReturnsPicture(Tool):
+    schema: ClassVar = {"function": {"name": "zoom"}}
+
+    async def call(self, arguments, conversation):
+        return [{"type": "image", "image": b"png"}]
+
+
+def test_a_tool_returns_a_text():
+    with raises("tool.result-type", "tool zoom", "list"):
+        asyncio.run(answer_call(ToolCall("zoom", {}), {"zoom": ToolEntry(ReturnsPicture())}, TALK))
 
 
 @pytest.mark.parametrize(  # "ab" is one token

@@ -306,9 +306,8 @@ def test_prompts_with_images_are_never_cut(dataset):
     assert data.dropped == 2 and [sample["index"] for sample in (data[i] for i in range(len(data)))] == [2]
     cut = dataset([rows[0], rows[2]], truncation="left", **limits)
     assert len(cut[0]["prompt_ids"]) == 60
-    # 4 tokens around each of 100 image tokens are enough room
     length = len(dataset([rows[1]], max_prompt_length=400)[0]["prompt_ids"])
-    assert dataset([rows[1]], max_prompt_length=length)[0]["images"] and length > 100
+    assert dataset([rows[1]], max_prompt_length=length)[0]["images"] and length > 64  # 8 x 8 for the image
 
 
 def test_lengths_are_cached_by_images_and_settings(dataset, vision_tokenizer, reader, task, tmp_path, monkeypatch):

@@ -173,14 +173,24 @@ async def _call_with_retries(
         try:
             async with limit:
                 result = await tool.call(arguments, conversation)
-            return ToolResult(result) if isinstance(result, str) else result
         except ToolError:
             raise
         except Exception as error:
             late = isinstance(error, TimeoutError) and limit.expired()
             cause = f"it took longer than {entry.timeout_s:g} s" if late else f"{type(error).__name__}: {error}"
             logger.debug("tool %s, attempt %d: %s", tool.name, attempt + 1, cause)
+        else:
+            return _tool_result(result, tool.name)
     raise AgentError(f"tool {tool.name} failed {entry.retries + 1} times; the last: {cause}", code="tool.call-failed")
+
+
+def _tool_result(result: Any, name: str) -> ToolResult:
+    if isinstance(result, str):
+        return ToolResult(result)
+    if isinstance(result, ToolResult) and isinstance(result.text, str):
+        return result
+    text = f"tool {name} returned a {type(result).__name__}; it must return a text or a ToolResult, without images"
+    raise AgentError(text, code="tool.result-type")
 
 
 def check_truncate_side(side: str) -> str:

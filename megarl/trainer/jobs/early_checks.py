@@ -281,7 +281,12 @@ def check_prompt_rows(config: TrainConfig | EvaluateConfig) -> None:
 
 
 def _media(config: GenerationJobConfig) -> dict[str, Any]:
-    """Return the arguments of :func:`megarl.data.check_files` that depend on whether the policy reads images."""
+    """Return the arguments of :func:`megarl.data.check_files` that depend on whether the policy reads images.
+
+    The policy of other jobs than training may be a checkpoint, which is found later; their loaders check images.
+    """
+    if not isinstance(config, TrainConfig):
+        return {"media": (), "parts": True}
     return {"media": unread_columns(config), "parts": image_reader(config) is not None}
 
 
