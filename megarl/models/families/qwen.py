@@ -175,10 +175,7 @@ class Qwen35Moe:
 
 @register_family("Qwen3_5ForConditionalGeneration", "Qwen3_5ForSequenceClassification", "Qwen3_5ForTokenClassification")
 class Qwen35VL(Qwen35):
-    """The dense models of Qwen3.5 as published: with images.
-
-    transformers has no class with a scalar head for tokens; megarl writes critics under the usual name, and reads them.
-    """
+    """The dense models of Qwen3.5 as published: with images."""
 
     name = "qwen3_5_vl"
 
@@ -192,7 +189,11 @@ class Qwen35VL(Qwen35):
     "Qwen3_5MoeForConditionalGeneration", "Qwen3_5MoeForSequenceClassification", "Qwen3_5MoeForTokenClassification"
 )
 class Qwen35MoeVL(Qwen35Moe):
-    """The models of Qwen3.5 with experts as published: with images."""
+    """The models of Qwen3.5 with experts as published: with images.
+
+    Published files have transformers' tensors of all experts of a layer; exports have one per expert, as transformers
+    writes them. For critics, see :class:`Qwen35Moe`.
+    """
 
     name = "qwen3_5_moe_vl"
 
