@@ -116,6 +116,8 @@ class MegatronEngine:
     def offload(self, *, return_cached: bool = True) -> dict[str, int]:
         """Offload the configured parts at the end of a phase and free cached memory; return the bytes by part."""
         self._faults = FaultWatch()  # it holds the outputs of the last step
+        if self._runner.images is not None and PARAM in self.options.offload:
+            self._runner.images.offload()
         return self.offload_manager.offload(return_cached=return_cached)
 
     def describe(self) -> str:
