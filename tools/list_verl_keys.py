@@ -96,8 +96,8 @@ _SHARED = {
     "data": (
         "reward_fn_key train_max_samples val_max_samples filter_overlong_prompts_workers "
         "apply_chat_template_kwargs filter_overlong_prompts gen_batch_size image_key image_patch_size "
-        "max_prompt_length max_response_length mm_processor_kwargs prompt_key seed shuffle "
-        "train_batch_size train_files truncation val_batch_size val_files video_key"
+        "max_prompt_length max_response_length mm_processor_kwargs prompt_key seed shuffle train_batch_size "
+        "train_files truncation val_batch_size val_files video_key"
     ),
     "algorithm.pf_ppo": "reweight_method weight_pow",
     "reward": "num_workers",
