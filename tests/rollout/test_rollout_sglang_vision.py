@@ -1,15 +1,19 @@
-"""A request with images, read by SGLang's own types and functions."""
+"""Images in the real SGLang: its reading of our requests, and generation."""
 
 from types import SimpleNamespace
 
 import pytest
 import torch
-from support.vision_models import END, IMAGE, START, png, save_vision_model
+from support import vision_models
+from support.vision_models import END, IMAGE, START, VOCABULARY, png, save_vision_model
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from weight_syncs import update
 
 from megarl.base.image_files import ImageProcessor
 from megarl.base.image_tokens import image_spans, multimodal_positions, with_placeholders
 from megarl.models import read_model_config
-from megarl.rollout import Request, SamplingParams
+from megarl.rollout import Request, SamplingParams, create_engine
 from megarl.rollout.sglang.backend import request_payload
 from megarl.rollout.sglang.options import SGLangOptions, load_shim, request_of, server_arg_names, server_args
 
@@ -77,3 +81,50 @@ def test_sglang_has_our_positions(sent):
 def test_sglang_has_the_arguments(sent):
     engine = SGLangOptions(device="cuda", image_options={"max_pixels": 50176})
     assert set(server_args(sent.folder, 64, engine)) <= server_arg_names()
+
+
+def saved(folder, monkeypatch, seed):
+    """A model of the sizes that SGLang needs on a CPU, with a tokenizer; its weights follow from the seed."""
+    monkeypatch.setitem(vision_models.TOWER, "out_hidden_size", 64)
+    positions = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    model = save_vision_model(folder, hidden_size=64, rope_parameters=positions)
+    with torch.no_grad():
+        for parameter in model.model.language_model.parameters():
+            parameter.add_(0.02 * seed * torch.ones_like(parameter).cumsum(0).sin())
+    model.save_pretrained(folder)
+    special = {1: "<|endoftext|>", IMAGE: "<|image_pad|>", IMAGE + 1: "<|video_pad|>"}
+    special |= {START: "<|vision_start|>", END: "<|vision_end|>"}
+    words = {special.get(number, f"word{number}"): number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, "word2"))
+    names = list(special.values())
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=names[0], additional_special_tokens=names[1:]
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def test_sglang_generates_as_the_embedded_engine_does(tmp_path, monkeypatch):
+    """After loading a folder, and after a sync of the language model alone; options reach SGLang's image processor."""
+    first, second = (saved(tmp_path / str(seed), monkeypatch, seed) for seed in range(2))
+    image_options = {"max_pixels": 28 * 28 * 16}
+    read = ImageProcessor(first, image_options).read
+    images = [read(png(140, 84), "0"), read(png(56, 112, 1), "1"), read(png(300, 280, 2), "large")]
+    large, params = images[2], SamplingParams(8, temperature=0.0, ignore_eos=True)
+    assert large.rows * large.columns <= 16
+    parts = [[9, 8], [1, START, *images[0].token_ids, END], [1, START, *large.token_ids, END, 4, START]]
+    parts[2] += [*images[1].token_ids, END, 5]
+    used = [[], images[:1], [large, images[1]]]
+    requests = [Request(f"r{n}", ids, params, n, images=used[n]) for n, ids in enumerate(parts)]
+    engine = create_engine("sglang", first, SGLangOptions(image_options=image_options))
+    expected = create_engine("embedded", first, SGLangOptions(image_options=image_options))
+    try:
+        engine.load_hf(first)
+        for version, folder in enumerate((first, second)):
+            if version:
+                update(engine, folder, version)
+            expected.load_hf(folder)
+            for ours, theirs in zip(expected.generate(requests), engine.generate(requests), strict=True):
+                assert theirs.token_ids == ours.token_ids
+                assert theirs.log_probs == pytest.approx(ours.log_probs, abs=1e-5)
+    finally:
+        engine.shutdown()
