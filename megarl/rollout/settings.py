@@ -10,6 +10,7 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 from megarl.base.errors import ConfigError
@@ -33,7 +34,7 @@ def engine_options(
     return_routes: bool = False,
     eos_token_ids: tuple[int, ...] | None = None,
     nodes: EngineNodes | None = None,
-    image_options: Mapping[str, Any] | None = None,
+    image_options: Mapping[str, Any] = MappingProxyType({}),
 ) -> EngineOptions:
     """Return the options of the engine ``rollout.name``.
 
@@ -43,7 +44,7 @@ def engine_options(
         pending_bytes: device bytes that training roles on the replica's GPUs have yet to allocate, from which SGLang's
             share of the free memory follows; None = no training role.
         nodes: nodes of the replica's ranks; None = one node.
-        image_options: ``data.mm_processor_kwargs``; None = the settings of the model folder.
+        image_options: see :class:`~megarl.rollout.interface.EngineOptions`.
 
     Raises:
         ConfigError: the training roles leave no memory to SGLang, or the API key of running servers is not set.
@@ -56,7 +57,7 @@ def engine_options(
         eos_token_ids=eos_token_ids,
         return_routes=return_routes,
         quantization=rollout.quantization if isinstance(rollout, TrainingRolloutConfig) else None,
-        image_options=dict(image_options or {}),
+        image_options=dict(image_options),
     )
     if rollout.name != "sglang":
         return common
