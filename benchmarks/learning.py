@@ -11,8 +11,9 @@ run with PPO's clipped loss (`rft`: with `reinforce`, on the best samples of eac
 advantages. The kinds `decoupled` and `bypass` are asynchronous runs (`quickstart_async`, on two slots) with a bound of
 the staleness: PPO clips about the recomputed policy, or about the policy that sampled. The kinds `search` (from the
 warmed-up model of `bash launch/search_agent.sh`), `external` (`examples/agent.py`) and `vision` (the task of
-`tools/make_squares.py`) run in each mode, on two slots; their figures also show the reward against the time of the steps. Runs that exist in `outputs/learning` are
-reused; remove that folder to repeat them. Figures need matplotlib (the extra `bench`).
+`tools/make_squares.py`) run in each mode, on two slots; their figures also show the reward against the time of the
+steps. Runs that exist in `outputs/learning` are reused; remove that folder to repeat them. Figures need matplotlib (the
+extra `bench`).
 
 Prints for each case the held-out accuracy before and after training, and the training reward along the way, as means
 over the seeds, the mean staleness of the trained samples, and the mean seconds of a step. Also prints whether a run
