@@ -67,3 +67,13 @@ def test_ppo_beside_generation(arguments, start):
     mode = ("async_training.mode=colocated", "async_training.max_staleness=0", "actor_rollout_ref.model.lora_rank=4")
     files = finished(start(*arguments, *keys, *layout, *mode, "trainer.save_freq=-1"))
     assert all(row["critic/grad_norm"] > 0 for row in files.steps.values())
+
+
+def test_distillation_from_a_teacher_that_sees(arguments, tmp_path, start):
+    teacher = make_squares_task(tmp_path / "teacher", "--hidden", "64", "--seed", "7") / "model"
+    models = "distillation.teacher_models.teacher_model"
+    layout = (f"{models}.megatron.pipeline_model_parallel_size=2", f"{models}.megatron.tensor_model_parallel_size=1")
+    keys = ("distillation.enabled=true", f"{models}.model_path={teacher}", *layout, f"{ACTOR}.use_kl_loss=false")
+    loss = ("distillation.distillation_loss.loss_mode=full", "distillation.distillation_loss.use_task_rewards=false")
+    files = finished(start(*arguments, *keys, *loss, "trainer.save_freq=-1"))
+    assert all(row["actor/distillation/loss"] > 0 for row in files.steps.values())

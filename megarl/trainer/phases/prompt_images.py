@@ -11,17 +11,18 @@ from megarl.models import read_model_config
 
 
 def image_reader(config: GenerationJobConfig) -> ImageReader | None:
-    """Return the reader of images for the policy; None for a model of text, and with distillation.
+    """Return the reader of images for the policy; None for a model of text, and with teachers on servers.
 
     Raises:
         ConfigError: a key about images does not fit the model.
     """
     data, path = config.data, config.actor_rollout_ref.model.path
     vision = read_model_config(path).vision
-    distills = isinstance(config, TrainConfig) and config.distillation.enabled
-    if vision is None or distills:
+    teachers = config.distillation if isinstance(config, TrainConfig) and config.distillation.enabled else None
+    has_servers = teachers is not None and len(teachers.local_teachers) < len(teachers.teacher_models)
+    if vision is None or has_servers:
         if data.mm_processor_kwargs:
-            reader = "distillation.enabled" if vision else f"the model in {path}"
+            reader = "a teacher on servers" if vision else f"the model in {path}"
             text = f"data.mm_processor_kwargs={data.mm_processor_kwargs}: {reader} reads no images; remove the key"
             raise ConfigError(text, code="data.reads-no-images")
         return None
