@@ -205,6 +205,19 @@ def test_equal_texts_with_other_images_are_other_prompts(call):
     assert [prompt["input"] for prompt in shared] == ["two plus two"]
 
 
+def test_images_of_a_prompt_are_elements_in_order():
+    page, context = resources.files("megarl.ops.report").joinpath("page"), quickjs.Context()
+    made = "({ tag, name, text, parts: [], append(...parts) { this.parts.push(...parts); } })"
+    context.eval(f"var element = (tag, name, text) => {made};")
+    context.eval(page.joinpath("rollouts.js").read_text(encoding="utf-8"))
+    context.eval('var data = { thumbnails: { a1: "UklG" } };')
+    (box,) = json.loads(context.eval('JSON.stringify(imageElements(["a1", "b2"]))'))
+    image, text = box["parts"]
+    assert (image["tag"], image["src"], image["alt"]) == ("img", "data:image/webp;base64,UklG", "image 1 of 2")
+    assert (text["tag"], text["text"]) == ("span", "image 2 of 2: not kept")
+    assert context.eval("imageElements(null).length") == 0
+
+
 def test_sorting_puts_missing_values_last(call):
     assert rows(call, sort="score") == [2, 3, 0, 1] and rows(call, sort="score", down=True) == [0, 3, 2, 1]
     assert rows(call, sort="length", down=True) == [3, 0, 1, 2]
