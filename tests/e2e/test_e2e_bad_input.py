@@ -162,10 +162,9 @@ def refuse_images(refuse, squares, tmp_path):
         rows = [{**row, "images": [{"bytes": None, "path": None} | image for image in row["images"]]} for row in rows]
         rows[5] |= changes
         files = (write(rows, tmp_path / "train.parquet"), f"data.val_files={squares}/data/test.parquet")
-        keys = (f"actor_rollout_ref.model.path={squares}/model", "data.train_batch_size=4")
-        return refuse(
-            *files, *keys, "actor_rollout_ref.actor.ppo_mini_batch_size=4", *arguments, code=2, config="vision"
-        )
+        keys = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+        model = f"actor_rollout_ref.model.path={squares}/model"
+        return refuse(*files, *keys, model, *arguments, code=2, config="vision")
 
     return run
 
@@ -183,13 +182,12 @@ SEEN = {"bytes": png(56, 56)}
     ],
 )
 def test_bad_images(refuse_images, changes, code, named):
-    assert_error(refuse_images(**changes), code, "data.train_files", "train.parquet, row 5", *named)
+    assert_error(refuse_images(**changes), code, "train.parquet, row 5", *named)
 
 
 def test_images_for_a_model_of_text(refuse_images, task):
-    message = refuse_images(
-        f"actor_rollout_ref.model.path={task}/model", "actor_rollout_ref.actor.freeze_vision_tower=false"
-    )
+    model = (f"actor_rollout_ref.model.path={task}/model", "actor_rollout_ref.actor.freeze_vision_tower=false")
+    message = refuse_images(*model)
     assert_error(message, "data.media-column", "data.train_files", "train.parquet", "column 'images', row 0")
 
 
