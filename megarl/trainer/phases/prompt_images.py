@@ -33,6 +33,11 @@ def image_reader(config: GenerationJobConfig) -> ImageReader | None:
     return ImageReader(ImageProcessor(path, data.mm_processor_kwargs), vision.image_token, data.image_key)
 
 
+def longest_with_images(config: GenerationJobConfig) -> int:
+    """Return the most tokens of a sequence whose prompt may have images; 0 if the policy reads none."""
+    return 0 if image_reader(config) is None else config.data.max_prompt_length + config.data.max_response_length
+
+
 def unread_columns(config: GenerationJobConfig) -> tuple[str, ...]:
     """Return the columns of images, videos and sounds that the job does not read, so that they must be empty."""
     reader, keys = image_reader(config), (config.data.image_key, config.data.video_key)
