@@ -260,7 +260,8 @@ class HFWriter:
         part = self._parts.get(piece.hf_name)
         if part is None:
             return piece, values
-        start, stop = (part.expert, *reversed(piece.start)), (part.expert + 1, *reversed(piece.stop))
+        start = (part.expert, *piece.start[:0:-1], part.first + piece.start[0])
+        stop = (part.expert + 1, *piece.stop[:0:-1], part.first + piece.stop[0])
         stacked = values.permute(*reversed(range(values.dim())))[None]
         return Piece(part.name, start, stop, start), stacked
 
