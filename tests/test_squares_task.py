@@ -18,7 +18,7 @@ def counted(data):
 
 
 def test_pictures_have_the_counted_squares(tmp_path):
-    folders = [make_squares_task(tmp_path / name, "--num-train", "60") for name in ("a", "b")]
+    folders = [make_squares_task(tmp_path / name, "--num-train", "99") for name in ("a", "b")]
     rows, again = (pq.read_table(folder / "data" / "train.parquet").to_pylist() for folder in folders)
     assert rows == again and len({row["images"][0]["bytes"] for row in rows}) == len(rows)
     answers = [int(row["reward_model"]["ground_truth"]) for row in rows]
@@ -30,6 +30,6 @@ def test_pictures_have_the_counted_squares(tmp_path):
 
 
 def test_the_warm_up_leaves_room(tmp_path, capsys):
-    folder = make_squares_task(tmp_path / "task", "--num-test", "200", "--hidden", "64", "--warm-up", "150")
+    folder = make_squares_task(tmp_path / "task", "--num-test", "200", "--hidden", "64", "--warm-up", "200")
     report = json.loads(capsys.readouterr().out.strip().splitlines()[-1])
-    assert report["out"] == str(folder) and 0.35 < report["accuracy"] < 0.8
+    assert report["out"] == str(folder) and 0.25 < report["accuracy"] < 0.6

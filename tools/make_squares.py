@@ -37,8 +37,8 @@ DATA_SOURCE = "squares"
 QUESTION = "How many squares?"
 SIDE, CELL, CELLS = 56, 14, 4
 """Width of a picture and of its cells, in pixels, and cells along a side; a cell has at most one square."""
-MOST_SQUARES = 4
-MISSES_ONE = 0.7
+MOST_SQUARES = 6
+MISSES_ONE = 0.8
 START, END = "<|im_start|>", "<|im_end|>"
 VISION_START, IMAGE, VISION_END = "<|vision_start|>", "<|image_pad|>", "<|vision_end|>"
 CHAT_TEMPLATE = (

@@ -23,6 +23,7 @@ from megarl.base.reductions import Largest, Total
 from megarl.base.user_code import import_user_modules
 from megarl.config import MegatronConfig, OptimConfig
 from megarl.data import DataProto
+from megarl.data.images import IMAGES
 from megarl.megatron import (
     DEFAULT_OUTPUTS,
     MegatronEngine,
@@ -41,7 +42,7 @@ from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
 from megarl.models.vision_tower import ImageFeatures
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb
-from megarl.workers.rows import FORWARD, IMAGES, UPDATE, MemoryBudgets, PackedRows
+from megarl.workers.rows import FORWARD, UPDATE, MemoryBudgets, PackedRows
 from megarl.workers.saving import SavingWorker
 from megarl.workers.settings import MicroBatchBudget, RoleSettings, UpdatePlan, schedule_steps
 

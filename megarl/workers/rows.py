@@ -20,13 +20,12 @@ from megarl.data import (
     plan_micro_batches,
     sequence_lengths,
 )
+from megarl.data.images import IMAGES
 from megarl.data.shared_prompts import SharedPromptRows, micro_batch_units, split_units
 from megarl.megatron.engine.faults import DeviceMemoryError
 from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.settings import MicroBatchBudget
 
-IMAGES = "images"
-"""Non-tensor column with the images of each prompt, :class:`megarl.base.image_tokens.Image`; optional."""
 SEQUENCES = ("prompts", "responses", "attention_mask", IMAGES)
 """Columns required to pack rows."""
 ROUTES = "routed_experts"

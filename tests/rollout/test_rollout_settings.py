@@ -18,6 +18,12 @@ def test_common_options_of_every_engine():
     assert engine_options(rollout, "cuda:1") == EngineOptions(dtype="float32", device="cuda:1", max_num_seqs=7)
 
 
+@pytest.mark.parametrize("name", ["embedded", "sglang"])
+def test_engines_get_the_options_of_the_image_processor(name):
+    options = engine_options(RolloutConfig(name=name), "cuda", image_options={"max_pixels": 50176})
+    assert options.image_options == {"max_pixels": 50176}
+
+
 def test_sglang_options_come_from_its_section():
     own = SGLangConfig(mode="http", server_args={"mem_fraction_static": 0.5})
     rollout = TrainingRolloutConfig(

@@ -113,7 +113,6 @@ def _check_cpu_kernels(config: ModelConfig) -> None:
     needs_gpu = {
         "gated delta nets": config.linear is not None,
         "attention sinks": config.sinks,
-        "images": config.vision is not None,
     }
     for part, exists in needs_gpu.items():
         if exists:

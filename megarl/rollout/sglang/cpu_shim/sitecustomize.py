@@ -10,8 +10,9 @@ The engine adds this folder to the search path of SGLang's processes on such a m
 - ``sglang.srt.utils.weight_checker``: waits for a CUDA device in some versions.
 - ``sglang.srt.state_capturer.base``: registers the host memory of recorded experts with CUDA.
 - ``sglang.srt.entrypoints.engine``: starts processes that import SGLang for 6 s each; they become forks of one process.
-- ``torchvision``, unless installed: SGLang imports it for vision models, which do not run here. Its usual build is for
-  CUDA, fails to load with a CPU build of torch, and then prevents transformers' models from loading too.
+- ``torchvision``, unless installed: SGLang imports it for vision models. Its usual build is for CUDA, fails to load
+  with a CPU build of torch, and then prevents transformers' models from loading too.
+- ``transformers.models.auto.video_processing_auto``: processors of videos need it; those of images do not.
 """
 
 from __future__ import annotations
@@ -68,6 +69,29 @@ def _note_absence(module: Any) -> None:
     sys.meta_path.append(_ABSENT)
 
 
+class _NoVideos(dict[str, Any]):
+    """The part for videos of a model's processor."""
+
+    model_input_names: tuple[str, ...] = ()
+
+    def to_dict(self) -> dict[str, Any]:
+        """Return no settings."""
+        return {}
+
+
+def _process_no_videos(module: Any) -> None:
+    if importlib.machinery.PathFinder.find_spec("torchvision") is not None:
+        return
+    mixin = importlib.import_module("transformers.processing_utils").ProcessorMixin
+    check = mixin.check_argument_for_proper_class
+
+    def accept(self: Any, name: str, argument: Any) -> Any:
+        return _NoVideos if isinstance(argument, _NoVideos) else check(self, name, argument)
+
+    mixin.check_argument_for_proper_class = accept
+    module.AutoVideoProcessor.from_pretrained = lambda *args, **kwargs: _NoVideos()
+
+
 AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.server_args": _admit_torch_attention,
     "sglang.srt.batch_invariant_ops": _keep_torch_products,
@@ -76,6 +100,7 @@ AFTER: dict[str, Callable[[ModuleType], None]] = {
     "sglang.srt.state_capturer.base": _keep_experts_in_plain_memory,
     "sglang.srt.entrypoints.engine": _fork_processes,
     "transformers.utils.import_utils": _note_absence,
+    "transformers.models.auto.video_processing_auto": _process_no_videos,
 }
 
 

@@ -71,3 +71,11 @@ _LIBRARY = torch.library.Library("sgl_kernel", "FRAGMENT")
 if not hasattr(torch.ops.sgl_kernel, "murmur_hash32_cpu"):
     _LIBRARY.define("murmur_hash32_cpu(Tensor seed, Tensor positions, Tensor columns) -> Tensor")
     _LIBRARY.impl("murmur_hash32_cpu", murmur_hash32_cpu, "CPU")
+    # SGLang's models with images look these up when they are imported, and do not call them.
+    for _name in (
+        "fused_qk_gemma_rmsnorm_cpu",
+        "fused_qk_gemma_rmsnorm_with_gate_cpu",
+        "fused_qkvzba_split_reshape_cat_contiguous_cpu",
+        "fused_sigmoid_mul_cpu",
+    ):
+        _LIBRARY.define(f"{_name}() -> Tensor")

@@ -1,0 +1,130 @@
+"""Images in the real SGLang: its reading of our requests, and generation."""
+
+from types import SimpleNamespace
+
+import pytest
+import torch
+from support import vision_models
+from support.vision_models import END, IMAGE, START, VOCABULARY, png, save_vision_model
+from tokenizers import Tokenizer, models
+from transformers import PreTrainedTokenizerFast
+from weight_syncs import update
+
+from megarl.base.image_files import ImageProcessor
+from megarl.base.image_tokens import image_spans, multimodal_positions, with_placeholders
+from megarl.models import read_model_config
+from megarl.rollout import Request, SamplingParams, create_engine
+from megarl.rollout.sglang.backend import request_payload
+from megarl.rollout.sglang.options import SGLangOptions, load_shim, request_of, server_arg_names, server_args
+
+pytestmark = pytest.mark.sglang
+
+
+@pytest.fixture(scope="module")
+def sent(tmp_path_factory):
+    """A prompt with two images, the second one twice, and its fields; SGLang can be imported."""
+    folder = tmp_path_factory.mktemp("vision")
+    save_vision_model(folder)
+    read = ImageProcessor(str(folder)).read
+    images = [read(png(140, 84), "0"), read(png(56, 112, 1), "1")]
+    first, second = ([START, *image.token_ids, END] for image in images)
+    ids = [1, *first, 5, *second, *second, 6]
+    request = Request("r", ids, SamplingParams(3), 5, images=images)
+    payload = request_payload(request, "x-1", frozenset({7}), 0, read_model_config(folder).vision)
+    grids = torch.tensor([[1, 2 * span.rows, 2 * span.columns] for span in image_spans(ids)])
+    load_shim()
+    return SimpleNamespace(folder=str(folder), ids=ids, images=images, payload=payload, grids=grids)
+
+
+def test_the_request_is_one_of_sglangs(sent):
+    request = request_of("GenerateReqInput", sent.payload)
+    request.normalize_batch_and_arguments()
+    assert request.is_single and request.contains_mm_input()
+    assert request.image_data == sent.payload["image_data"] and request.input_ids == sent.payload["input_ids"]
+
+
+def test_sglang_reads_the_files(sent):
+    from sglang.srt.utils.common import get_image_bytes
+
+    first, second = (image.data for image in sent.images)
+    assert [get_image_bytes(url) for url in sent.payload["image_data"]] == [first, second, second]
+
+
+def test_sglang_expands_the_ids_to_ours(sent):
+    from sglang.srt.multimodal.processors.base_processor import BaseMultimodalProcessor
+
+    processor = SimpleNamespace(IM_TOKEN_ID=IMAGE, spatial_merge_size=2)
+    expand = BaseMultimodalProcessor.build_input_ids
+    ids, offsets, _ = expand(processor, sent.payload["input_ids"], img_grid_thw=sent.grids)
+    assert ids == with_placeholders(sent.ids, IMAGE)
+    assert offsets == [(span.start, span.stop - 1) for span in image_spans(sent.ids)]
+
+
+def test_sglang_has_our_positions(sent):
+    from sglang.srt.layers.rotary_embedding import MRotaryEmbedding
+
+    positions, delta = MRotaryEmbedding.get_rope_index(
+        spatial_merge_size=2,
+        image_token_id=IMAGE,
+        video_token_id=IMAGE + 1,
+        vision_start_token_id=START,
+        model_type="qwen2_5_vl",
+        tokens_per_second=2,
+        input_ids=torch.tensor([with_placeholders(sent.ids, IMAGE)]),
+        image_grid_thw=sent.grids,
+    )
+    ours = multimodal_positions(sent.ids)
+    assert positions.squeeze(1).tolist() == ours.tolist()
+    assert delta.item() == ours.max() + 1 - len(sent.ids)
+
+
+def test_sglang_has_the_arguments(sent):
+    engine = SGLangOptions(device="cuda", image_options={"max_pixels": 50176})
+    assert set(server_args(sent.folder, 64, engine)) <= server_arg_names()
+
+
+def saved(folder, monkeypatch, seed):
+    """A model of the sizes that SGLang needs on a CPU, with a tokenizer; its weights follow from the seed."""
+    monkeypatch.setitem(vision_models.TOWER, "out_hidden_size", 64)
+    positions = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+    model = save_vision_model(folder, hidden_size=64, rope_parameters=positions)
+    with torch.no_grad():
+        for parameter in model.model.language_model.parameters():
+            parameter.add_(0.02 * seed * torch.ones_like(parameter).cumsum(0).sin())
+    model.save_pretrained(folder)
+    special = {1: "<|endoftext|>", IMAGE: "<|image_pad|>", IMAGE + 1: "<|video_pad|>"}
+    special |= {START: "<|vision_start|>", END: "<|vision_end|>"}
+    words = {special.get(number, f"word{number}"): number for number in range(VOCABULARY)}
+    tokenizer = Tokenizer(models.WordLevel(words, "word2"))
+    names = list(special.values())
+    PreTrainedTokenizerFast(
+        tokenizer_object=tokenizer, eos_token=names[0], additional_special_tokens=names[1:]
+    ).save_pretrained(folder)
+    return str(folder)
+
+
+def test_sglang_generates_as_the_embedded_engine_does(tmp_path, monkeypatch):
+    """After loading a folder, and after a sync of the language model alone; options reach SGLang's image processor."""
+    first, second = (saved(tmp_path / str(seed), monkeypatch, seed) for seed in range(2))
+    image_options = {"max_pixels": 28 * 28 * 16}
+    read = ImageProcessor(first, image_options).read
+    images = [read(png(140, 84), "0"), read(png(56, 112, 1), "1"), read(png(300, 280, 2), "large")]
+    large, params = images[2], SamplingParams(8, temperature=0.0, ignore_eos=True)
+    assert large.rows * large.columns <= 16
+    parts = [[9, 8], [1, START, *images[0].token_ids, END], [1, START, *large.token_ids, END, 4, START]]
+    parts[2] += [*images[1].token_ids, END, 5]
+    used = [[], images[:1], [large, images[1]]]
+    requests = [Request(f"r{n}", ids, params, n, images=used[n]) for n, ids in enumerate(parts)]
+    engine = create_engine("sglang", first, SGLangOptions(image_options=image_options))
+    expected = create_engine("embedded", first, SGLangOptions(image_options=image_options))
+    try:
+        engine.load_hf(first)
+        for version, folder in enumerate((first, second)):
+            if version:
+                update(engine, folder, version)
+            expected.load_hf(folder)
+            for ours, theirs in zip(expected.generate(requests), engine.generate(requests), strict=True):
+                assert theirs.token_ids == ours.token_ids
+                assert theirs.log_probs == pytest.approx(ours.log_probs, abs=1e-5)
+    finally:
+        engine.shutdown()
