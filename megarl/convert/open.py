@@ -48,6 +48,7 @@ from megarl.convert.source import (
 )
 from megarl.convert.stored import Chunk, StoredTensor, TensorView, ViewRegion
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, canonical_name, read_model_config
+from megarl.models.carried_tensors import is_carried, unused_tensors
 from megarl.models.hf_folder import (
     INDEX_FILE,
     SINGLE_FILE,
@@ -56,7 +57,6 @@ from megarl.models.hf_folder import (
     check_model_folder,
     tensor_entries,
 )
-from megarl.models.multi_token import is_carried, unused_tensors
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder
 

@@ -13,10 +13,10 @@ from support.vision_families import FAMILIES, TEXTS, save_family, tensors_of, wi
 from support.vision_models import IMAGE
 
 from megarl.models import ModelConfig, WeightMap, check_model_folder, parse_model_config
+from megarl.models.carried_tensors import is_carried, unused_tensors, with_multi_token_layers
 from megarl.models.hf_checkpoint import HFReader
 from megarl.models.hf_folder import file_shapes, identify_model, name_in_file, nested_name, plain_name, stacked_parts
 from megarl.models.model_config import Experts, Vision
-from megarl.models.multi_token import is_carried, unused_tensors, with_multi_token_layers
 from megarl.models.partition import Piece
 from megarl.models.vision_tower import load_tower
 
