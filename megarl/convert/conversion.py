@@ -26,9 +26,9 @@ from megarl.base.files import flush_path
 from megarl.base.json_text import parse_json
 from megarl.convert.output import OutputPlan, plan_adapters, plan_hugging_face, plan_role, progress, select, transfer
 from megarl.convert.source import HUGGING_FACE, MEGARL, PEFT, CheckpointSource
+from megarl.models.carried_tensors import is_multi_token, warn_of_missing_layers
 from megarl.models.hf_folder import check_tower
 from megarl.models.hf_writer import copy_companions
-from megarl.models.multi_token import is_multi_token, warn_of_missing_layers
 
 SPARE_BYTES = 64 << 20  # disk space that must stay free
 _PLANS = {HUGGING_FACE: plan_hugging_face, MEGARL: plan_role}

@@ -48,16 +48,15 @@ from megarl.convert.source import (
 )
 from megarl.convert.stored import Chunk, StoredTensor, TensorView, ViewRegion
 from megarl.models import LocalParam, ModelConfig, ParallelLayout, WeightMap, canonical_name, read_model_config
+from megarl.models.carried_tensors import is_carried, unused_tensors
 from megarl.models.hf_folder import (
     INDEX_FILE,
     SINGLE_FILE,
     ModelIdentity,
     TensorEntry,
     check_model_folder,
-    stacked_parts,
     tensor_entries,
 )
-from megarl.models.multi_token import is_carried, unused_tensors
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder
 
@@ -99,7 +98,7 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     Raises:
         CheckpointError: a file is missing or truncated, or the parameters do not fit the model.
     """
-    if stacked_parts(config):
+    if config.experts is not None and config.experts.clamped is not None:
         raise CheckpointError(
             f"checkpoint {path}: a torch_dist checkpoint of {config.architecture} cannot be read: other programs order "
             "the rows of its experts differently; use its Hugging Face export",
@@ -365,13 +364,13 @@ def open_hugging_face(path: Path) -> CheckpointSource:
 
 
 def _view(name: str, entry: TensorEntry) -> TensorView:
-    if entry.expert is None or entry.first_row is not None:
+    if not entry.is_reversed:
         return whole_view(name, _stored(name, entry))
-    assert entry.whole is not None
+    assert entry.whole is not None and entry.expert is not None
     if entry.scales is None:
         stored = _stored(name, entry.whole)
         regions = whole_view(name, stored).regions
-        return ExpertView(name, stored.shape[:0:-1], stored.dtype, regions, stored, entry.expert)
+        return ExpertView(name, entry.shape, stored.dtype, regions, stored, entry.expert, entry.first_row)
     blocks, scales = (_stored_as(name, part, torch.uint8) for part in (entry.whole, entry.scales))
     regions = (*whole_view(name, blocks).regions, *whole_view(name, scales).regions)
     return QuantizedExpertView(name, entry.shape, torch.bfloat16, regions, blocks, scales, entry.expert)

@@ -161,16 +161,17 @@ _Value = TypeVar("_Value")
 
 @dataclass(frozen=True)
 class ExpertView(TensorView):
-    """A tensor of an expert: an entry of a tensor of a file, whose other dimensions are in reverse order."""
+    """An expert's tensor within a file's tensor, whose other dimensions are in reverse order."""
 
     stored: StoredTensor
     expert: int
+    first_row: int  # in the file's tensor
 
     def read(self, first: int, last: int, dtype: torch.dtype, files: Files, scratch: Scratch) -> Tensor:
         """Read rows and transpose them."""
         out = scratch.tensor("rows", (last - first, *self.shape[1:]), dtype)
         entry = scratch.tensor("expert", (1, *reversed(out.shape)), dtype)
-        self.stored.read((self.expert, *(0,) * (out.dim() - 1), first), entry, files, scratch)
+        self.stored.read((self.expert, *(0,) * (out.dim() - 1), self.first_row + first), entry, files, scratch)
         return out.copy_(entry[0].permute(*reversed(range(out.dim()))))
 
 
@@ -194,16 +195,18 @@ class QuantizedExpertView(TensorView):
 
 @dataclass(frozen=True)
 class StackedView(TensorView):
-    """A file's tensor of all experts; a row is an expert."""
+    """A file's tensor of all experts; a row is an expert, whose tensors are side by side."""
 
     experts: tuple[TensorView, ...]
 
     def read(self, first: int, last: int, dtype: torch.dtype, files: Files, scratch: Scratch) -> Tensor:
         """Read the matrices of some experts and stack them."""
         out = scratch.tensor("stacked", (last - first, *self.shape[1:]), dtype)
-        for row, view in enumerate(self.experts[first:last]):
+        count = len(self.experts) // self.shape[0]
+        for number, view in enumerate(self.experts[first * count : last * count]):
             values = view.read(0, view.shape[0], dtype, files, scratch)
-            out[row].copy_(values.permute(*reversed(range(values.dim()))))
+            columns = out[number // count].tensor_split(count, -1)[number % count]
+            columns.copy_(values.permute(*reversed(range(values.dim()))))
         return out
 
 

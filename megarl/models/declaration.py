@@ -49,7 +49,8 @@ class HFTensor(NamedTuple):
     :func:`megarl.models.weight_map.dimension_sizes` lists the names.
 
     ``stacked`` names the tensor of the file that has this one for every expert of a layer, the expert as dimension 0
-    and the other dimensions in reverse order. It is empty if the file has this tensor itself.
+    and the other dimensions in reverse order; tensors of a declaration are side by side there. It is empty if the file
+    has this tensor itself.
     """
 
     name: str
@@ -157,13 +158,14 @@ def layer_parameter(
 
 
 def experts_of(
-    block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj"
+    block: str, gate: str = "gate_proj", up: str = "up_proj", down: str = "down_proj", *, stacked: bool = False
 ) -> tuple[Declaration, ...]:
     """Declare router and routed experts of a layer.
 
     Args:
         block: the Hugging Face module of ``gate`` and ``experts``, such as ``mlp``.
         gate: Hugging Face name of an expert's gate projection, likewise ``up`` and ``down``.
+        stacked: files have ``gate_up_proj`` and ``down_proj`` of all experts, see :class:`HFTensor`.
     """
     router = layer_parameter("mlp.router.weight", f"{block}.gate.weight", ("experts", "hidden"), when=in_expert_layers)
     expert = f"{block}.experts.{{expert}}."
@@ -173,6 +175,7 @@ def experts_of(
         {f"{expert}{gate}.weight": ("expert_ffn", "hidden"), f"{expert}{up}.weight": ("expert_ffn", "hidden")},
         Split.COLUMN,
         when=in_expert_layers,
+        stacked=f"{block}.experts.gate_up_proj" if stacked else "",
     )
     output = layer_parameter(
         "mlp.experts.local_experts.{expert}.linear_fc2.weight",
@@ -180,6 +183,7 @@ def experts_of(
         {f"{expert}{down}.weight": ("hidden", "expert_ffn")},
         Split.ROW,
         when=in_expert_layers,
+        stacked=f"{block}.experts.down_proj" if stacked else "",
     )
     return router, gate_up, output
 

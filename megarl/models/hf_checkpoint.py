@@ -60,12 +60,10 @@ class HFReader:
             ranges = [slice(a, b) for a, b in zip(piece.start, piece.stop, strict=True)]
             if entry.expert is not None:
                 expert = slice(entry.expert, entry.expert + 1)
-                if entry.first_row is not None:
-                    rows = slice(*(entry.first_row + row for row in (ranges[0].start, ranges[0].stop)))
-                    matrix: Tensor = self._slice(entry.file, entry.stored_as)[expert, rows, ranges[1]][0]
-                    return matrix
-                stored: Tensor = self._slice(entry.file, entry.stored_as)[(expert, *reversed(ranges))][0]
-                return stored.permute(*reversed(range(stored.dim())))
+                ranges[0] = slice(entry.first_row + piece.start[0], entry.first_row + piece.stop[0])
+                where = reversed(ranges) if entry.is_reversed else ranges
+                stored: Tensor = self._slice(entry.file, entry.stored_as)[(expert, *where)][0]
+                return stored.permute(*reversed(range(stored.dim()))) if entry.is_reversed else stored
             values: Tensor = self._slice(entry.file, entry.stored_as or piece.hf_name)[tuple(ranges)]
             return values
         except SafetensorError as error:

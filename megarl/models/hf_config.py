@@ -223,11 +223,12 @@ def _head_dim(raw: Mapping[str, Any], heads: int) -> int:
 
 
 def _quantization(raw: Mapping[str, Any], family: Family) -> str:
-    """Read the format of a quantized checkpoint: MXFP4 of stacked experts, or empty; reject others."""
+    """Read the format of a quantized checkpoint: MXFP4 of experts stacked matrix by matrix, or empty; reject others."""
     quantization = raw.get(QUANTIZATION)
     if quantization is None:
         return ""
-    supported = "mxfp4" if any(tensor.stacked for declared in family.layer for tensor in declared.hf) else None
+    stacked = [declared.hf for declared in family.layer if declared.hf[0].stacked]
+    supported = "mxfp4" if stacked and all(len(tensors) == 1 for tensors in stacked) else None
     method = quantization.get("quant_method") if isinstance(quantization, Mapping) else quantization
     if supported is None or method != supported:
         raise ModelError(

@@ -1,10 +1,10 @@
 """Check a Hugging Face model folder by its file headers, without torch or weights, and identify its model.
 
-A file may stack a matrix or bias of all experts of a layer. The weight map has one tensor per expert. A family that
-declares it has an entry of the file's tensor with the dimensions reversed, in bfloat16 or MXFP4: ``[experts, inputs,
-outputs]`` in the file for ``[outputs, inputs]``. Files of other families may have transformers' own tensors,
-``[experts, outputs, inputs]`` with the gates above the up projections, as Qwen3.5 is published; exports have one tensor
-per expert.
+A file may stack a matrix or bias of all experts of a layer. The weight map has one tensor per expert. Families that
+declare it are published, and exported, with the other dimensions reversed: ``[experts, inputs, outputs]`` in the file
+for ``[outputs, inputs]``, in MXFP4 or not; gates and up projections may be side by side. Files of all families may have
+transformers' own tensors, ``[experts, outputs, inputs]`` with the gates above the up projections, as Qwen3.5 is
+published; exports of families that do not declare it have one tensor per expert.
 """
 
 from __future__ import annotations
@@ -17,6 +17,7 @@ import re
 import struct
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
+from itertools import accumulate
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -25,7 +26,7 @@ from megarl.base.json_text import parse_json, read_json_object
 from megarl.models.hf_config import read_model_config
 from megarl.models.model_config import VALUE_MODELS, Experts, ModelConfig
 from megarl.models.registry import count, family_of, json_object
-from megarl.models.weight_map import WeightMap
+from megarl.models.weight_map import WeightMap, dimension_sizes
 
 SINGLE_FILE = "model.safetensors"
 PROCESSOR_FILE = "preprocessor_config.json"
@@ -57,7 +58,8 @@ class TensorEntry(NamedTuple):
         stored_as: the tensor's name in the file, if it differs.
         offset: first byte of its elements in the file.
         expert: its index in the file's tensor of all experts; None without such a tensor.
-        first_row: its first row there; None if the other dimensions are in reverse order.
+        first_row: its first row there.
+        is_reversed: whether the other dimensions are in reverse order there.
         whole: the file's tensor of all experts.
         scales: the file's scales of all experts, if ``whole`` has blocks in MXFP4; elements are then read as ``BF16``.
     """
@@ -69,7 +71,8 @@ class TensorEntry(NamedTuple):
     offset: int = 0
     nbytes: int = 0
     expert: int | None = None
-    first_row: int | None = None
+    first_row: int = 0
+    is_reversed: bool = False
     whole: TensorEntry | None = None
     scales: TensorEntry | None = None
 
@@ -195,14 +198,21 @@ def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str
     parts = stacked_parts(config)
     if config.experts is not None and not parts:
         _split_experts(tensors, config, config.experts)
+    shapes = WeightMap(config).hf_shapes()
+    stacked = file_shapes(shapes, parts)
+    # The shape of a square matrix, and of a bias, does not show the order of dimensions.
+    is_ambiguous = any(stacked[part.name][1] == stacked[part.name][-1] for part in parts.values())
     for name, part in parts.items():
         if part.name in tensors:
-            tensors[name] = _expert_entry(tensors[part.name], part, config)
+            whole, reverse = tensors[part.name], stacked[part.name]
+            if is_ambiguous or whole.shape != (reverse[0], *reverse[:0:-1]):
+                _check_shape(whole, part.name, reverse)
+            tensors[name] = _expert_entry(whole, part, shapes[name], is_reversed=whole.shape == reverse)
         elif part.name + BLOCKS in tensors and part.name + SCALES in tensors:
             tensors[name] = _mxfp4_entry(tensors[part.name + BLOCKS], tensors[part.name + SCALES], part, config)
-    for stacked in {part.name for part in parts.values()}:
+    for name in {part.name for part in parts.values()}:
         for suffix in ("", BLOCKS, SCALES):
-            tensors.pop(stacked + suffix, None)
+            tensors.pop(name + suffix, None)
     return tensors
 
 
@@ -216,48 +226,45 @@ def _split_experts(tensors: dict[str, TensorEntry], config: ModelConfig, experts
         whole, (block, _, kind) = tensors.pop(name), name.rpartition(".")
         _check_shape(whole, name, shapes[kind])
         matrices = ("gate_proj", "up_proj") if kind == "gate_up_proj" else (kind,)
-        rows, nbytes = whole.shape[1] // len(matrices), whole.nbytes // (experts.count * len(matrices))
+        rows = whole.shape[1] // len(matrices)
         for expert in range(experts.count):
             for number, matrix in enumerate(matrices):
-                tensors[f"{block}.{expert}.{matrix}.weight"] = whole._replace(
-                    shape=(rows, whole.shape[2]),
-                    stored_as=whole.stored_as or name,
-                    offset=whole.offset + (expert * len(matrices) + number) * nbytes,
-                    nbytes=nbytes,
-                    expert=expert,
-                    first_row=number * rows,
-                )
+                part, shape = StackedPart(name, expert, number * rows), (rows, whole.shape[2])
+                tensors[f"{block}.{expert}.{matrix}.weight"] = _expert_entry(whole, part, shape, is_reversed=False)
 
 
-def _expert_entry(whole: TensorEntry, part: StackedPart, config: ModelConfig) -> TensorEntry:
-    assert config.experts is not None
-    if whole.shape[:1] != (config.experts.count,):
-        raise ModelError(
-            f"{whole.file}: tensor '{part.name}' has shape {list(whole.shape)}, config.json implies "
-            f"{config.experts.count} experts",
-            code="model.tensor-shape",
-        )
-    nbytes = whole.nbytes // config.experts.count
+def _expert_entry(whole: TensorEntry, part: StackedPart, shape: tuple[int, ...], *, is_reversed: bool) -> TensorEntry:
+    """Locate an expert's tensor of ``shape``; with reversed dimensions, tensors side by side have the same bytes."""
+    nbytes = whole.nbytes // whole.shape[0]
+    row = 0 if is_reversed else nbytes // whole.shape[1]
     return whole._replace(
-        shape=whole.shape[:0:-1],
+        shape=shape,
         stored_as=whole.stored_as or part.name,
-        offset=whole.offset + part.expert * nbytes,
-        nbytes=nbytes,
+        offset=whole.offset + part.expert * nbytes + part.first * row,
+        nbytes=shape[0] * row or nbytes,
         expert=part.expert,
+        first_row=part.first,
+        is_reversed=is_reversed,
         whole=whole,
     )
 
 
 def _mxfp4_entry(blocks: TensorEntry, scales: TensorEntry, part: StackedPart, config: ModelConfig) -> TensorEntry:
+    assert config.experts is not None
+    if blocks.shape[:1] != (config.experts.count,):
+        raise ModelError(
+            f"{blocks.file}: tensor '{part.name}{BLOCKS}' has shape {list(blocks.shape)}, config.json implies "
+            f"{config.experts.count} experts",
+            code="model.tensor-shape",
+        )
     if (blocks.dtype, scales.dtype) != ("U8", "U8") or blocks.shape != (*scales.shape, BLOCK // 2):
         raise ModelError(
             f"{blocks.file}: '{part.name}{BLOCKS}' is {blocks.dtype} of shape {list(blocks.shape)}, its scales "
             f"{scales.dtype} of shape {list(scales.shape)}; MXFP4 has U8, and {BLOCK // 2} bytes for each scale",
             code="model.mxfp4-layout",
         )
-    entry = _expert_entry(blocks, part, config)
-    return entry._replace(
-        shape=(*scales.shape[1:-1], scales.shape[-1] * BLOCK),
+    shape = (*scales.shape[1:-1], scales.shape[-1] * BLOCK)
+    return _expert_entry(blocks, part, shape, is_reversed=True)._replace(
         dtype="BF16",
         stored_as=blocks.stored_as or part.name + BLOCKS,
         scales=scales._replace(stored_as=scales.stored_as or part.name + SCALES),
@@ -441,10 +448,11 @@ def identify_model(path: str | Path) -> ModelIdentity:
 
 
 class StackedPart(NamedTuple):
-    """Place of an expert's tensor: the file's tensor, and the expert's number in it."""
+    """Place of an expert's tensor: the file's tensor, and the expert and the first row in it."""
 
     name: str
     expert: int
+    first: int
 
 
 def stacked_parts(config: ModelConfig) -> dict[str, StackedPart]:
@@ -452,12 +460,15 @@ def stacked_parts(config: ModelConfig) -> dict[str, StackedPart]:
     if config.experts is None:
         return {}
     stacked = [declared for declared in family_of(config.architecture).layer if declared.hf[0].stacked]
+    sizes = dimension_sizes(config)
     return {
-        tensor.name.format(layer=layer, expert=expert): StackedPart(tensor.stacked.format(layer=layer), expert)
+        tensor.name.format(layer=layer, expert=expert): StackedPart(tensor.stacked.format(layer=layer), expert, first)
         for layer in range(config.num_layers)
         for declared in stacked
         if declared.when is None or declared.when(config, layer)
-        for tensor in declared.hf
+        for tensor, first in zip(
+            declared.hf, accumulate((sizes[t.dims[0]] for t in declared.hf), initial=0), strict=False
+        )
         for expert in range(config.experts.count)
     }
 
@@ -467,5 +478,8 @@ def file_shapes(shapes: Mapping[str, tuple[int, ...]], parts: Mapping[str, Stack
     result: dict[str, tuple[int, ...]] = {}
     for name, shape in shapes.items():
         part = parts.get(name)
-        result[name if part is None else part.name] = shape if part is None else (part.expert + 1, *reversed(shape))
+        if part is None:
+            result[name] = shape
+        else:
+            result[part.name] = (part.expert + 1, *shape[:0:-1], part.first + shape[0])
     return result

@@ -23,6 +23,7 @@ from torch import Tensor
 from megarl.base.atomic_write import replace_folder, restore_replaced_folder
 from megarl.base.errors import CheckpointError, ExportError
 from megarl.base.files import flush_path
+from megarl.models.carried_tensors import carried_tensors, with_multi_token_layers
 from megarl.models.end_tokens import GENERATION_FILE
 from megarl.models.hf_checkpoint import HFReader, region
 from megarl.models.hf_folder import (
@@ -38,7 +39,6 @@ from megarl.models.hf_folder import (
     tensor_entries,
 )
 from megarl.models.model_config import VALUE_MODELS, ModelConfig
-from megarl.models.multi_token import carried_tensors, with_multi_token_layers
 from megarl.models.partition import LocalParam, Piece
 from megarl.models.registry import known_architectures
 from megarl.models.verification import Coverage
@@ -138,7 +138,7 @@ class HFWriter:
 
     A value head on a language model is exported as a token classification model with a zero bias
     (:func:`exported_config`). Multi-token prediction layers and a frozen vision tower are copied unchanged
-    (:mod:`megarl.models.multi_token`).
+    (:mod:`megarl.models.carried_tensors`).
 
     A context manager. All files go to a hidden folder next to ``path``, which is renamed if the block succeeds and
     removed if it fails, so ``path`` is never incomplete.
@@ -260,7 +260,8 @@ class HFWriter:
         part = self._parts.get(piece.hf_name)
         if part is None:
             return piece, values
-        start, stop = (part.expert, *reversed(piece.start)), (part.expert + 1, *reversed(piece.stop))
+        start = (part.expert, *piece.start[:0:-1], part.first + piece.start[0])
+        stop = (part.expert + 1, *piece.stop[:0:-1], part.first + piece.stop[0])
         stacked = values.permute(*reversed(range(values.dim())))[None]
         return Piece(part.name, start, stop, start), stacked
 

@@ -14,7 +14,7 @@ from megarl.megatron import shutdown_runtime
 from megarl.megatron.checkpoint.role_state import HF_MODEL, RESUMABLE
 from megarl.megatron.checkpoint.sharded import begin_save
 from megarl.models import ParallelLayout, read_model_config
-from megarl.models.multi_token import is_multi_token
+from megarl.models.carried_tensors import is_multi_token
 
 Model = Callable[[str], Path]
 LAYERS = {
@@ -97,7 +97,7 @@ def test_a_checkpoint_finds_the_layers_in_the_initial_folder_or_says_so(
 
     moved = source.rename(tmp_path / "moved")
     run("megatron-to-hf", tmp_path / "actor", tmp_path / "without")
-    (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.models.multi_token"]
+    (warning,) = [record.getMessage() for record in caplog.records if record.name == "megarl.models.carried_tensors"]
     assert f"{source} (--model FOLDER names another) has no weights of the multi-token" in warning
     assert "num_nextn_predict_layers=1" in warning
     assert field_of(tmp_path / "without") == 0

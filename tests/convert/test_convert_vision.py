@@ -74,13 +74,14 @@ def test_verify_compares_towers(saved, tmp_path):
 
 
 def test_names_of_modules_are_the_same_model(saved, tmp_path):
-    """Published folders of Qwen3.5 have these names, with the experts of a layer stacked."""
+    """Published folders of Qwen3.5 have these names and matrices, with the experts of a layer stacked."""
     folder, model = saved
     identity = identify_model(folder)
     shutil.copytree(folder, tmp_path / "modules")
     with_module_names(tmp_path / "modules", model)
     assert any(name.startswith("model.language_model.") for name in tensors_of(tmp_path / "modules"))
-    assert identify_model(tmp_path / "modules").weights == identity.weights
+    if model.config.model_type != "qwen3_vl_moe":  # published with the dimensions of experts reversed
+        assert identify_model(tmp_path / "modules").weights == identity.weights
     run("hf-to-megatron", tmp_path / "modules", tmp_path / "role")
     run("megatron-to-hf", tmp_path / "role", tmp_path / "back")
     assert_same(folder, tmp_path / "back")
@@ -107,7 +108,7 @@ def export_and_save(place, model, folder, layout, value_head):
         shutdown_runtime()
 
 
-@pytest.mark.parametrize("saved", ["qwen2_5_vl", "qwen3_5_moe"], indirect=True)
+@pytest.mark.parametrize("saved", ["qwen2_5_vl", "qwen3_5_moe", "qwen3_vl_moe"], indirect=True)
 def test_an_export_of_a_run_carries_the_tower(saved, pool, tmp_path):
     folder, model = saved
     pool.run(export_and_save, 2, str(folder), str(tmp_path), ParallelLayout(pp=2), False)

@@ -41,6 +41,7 @@ CI = {
     "qwen3_vl": "single+ tp2cp2sp pp2vpp2",
     "qwen3_5": "single+ tp2sp",
     "qwen3_5_moe": "ep2",
+    "qwen3_vl_moe": "single+ ep2",
 }
 """Layouts by family; ``+`` stores a shared prompt once."""
 MORE = {
@@ -48,6 +49,7 @@ MORE = {
     "qwen3_vl": "single cp2 tp2sp+ tp2pp2",
     "qwen3_5": "single tp2pp2 pp2vpp2+ dp2",
     "qwen3_5_moe": "single+ tp2sp",
+    "qwen3_vl_moe": "tp2sp pp2vpp2",
 }
 CASES = [(family, case) for table in of_release([CI], [MORE]) for family in table for case in table[family].split()]
 

@@ -8,9 +8,9 @@ from support.expected_errors import raises
 
 from megarl.convert.open import open_source
 from megarl.models import check_model_folder, read_model_config
+from megarl.models.carried_tensors import unused_tensors
 from megarl.models.hf_checkpoint import HFReader
 from megarl.models.hf_folder import equal_values, identify_model, read_header
-from megarl.models.multi_token import unused_tensors
 from megarl.rollout.embedded import EmbeddedEngine
 
 

@@ -9,9 +9,9 @@ from reference_weights import tiny_config
 from safetensors.torch import save_file
 
 from megarl.models import ParallelLayout, WeightMap, parse_model_config
+from megarl.models.carried_tensors import announced_layers, is_multi_token
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.hf_writer import HFWriter
-from megarl.models.multi_token import announced_layers, is_multi_token
 from tests.models.test_models_hf_writer import export, load_all, save_model
 
 

@@ -9,13 +9,15 @@ import pytest
 import torch
 from safetensors.torch import save_file
 from support.expected_errors import raises
-from support.vision_families import FAMILIES, save_family, tensors_of
+from support.vision_families import FAMILIES, TEXTS, save_family, tensors_of, with_module_names
 from support.vision_models import IMAGE
 
-from megarl.models import check_model_folder, parse_model_config
-from megarl.models.hf_folder import identify_model, name_in_file, nested_name, plain_name
-from megarl.models.model_config import Vision
-from megarl.models.multi_token import is_carried, unused_tensors, with_multi_token_layers
+from megarl.models import ModelConfig, WeightMap, check_model_folder, parse_model_config
+from megarl.models.carried_tensors import is_carried, unused_tensors, with_multi_token_layers
+from megarl.models.hf_checkpoint import HFReader
+from megarl.models.hf_folder import file_shapes, identify_model, name_in_file, nested_name, plain_name, stacked_parts
+from megarl.models.model_config import Experts, Vision
+from megarl.models.partition import Piece
 from megarl.models.vision_tower import load_tower
 
 PUBLISHED = Path(__file__).parents[1] / "ops" / "plan" / "models"
@@ -26,6 +28,11 @@ def published_qwen25(**sizes: Any) -> dict[str, Any]:
     """The flat form of Qwen2.5-VL-Instruct's ``config.json`` as published, of the given size."""
     raw: dict[str, Any] = json.loads((PUBLISHED / "Qwen2.5-VL-7B" / "config.json").read_text(encoding="utf-8"))
     return raw | sizes | {"vision_config": raw["vision_config"] | {"out_hidden_size": sizes["hidden_size"]}}
+
+
+def published(name: str) -> ModelConfig:
+    """A config as published."""
+    return parse_model_config(json.loads((PUBLISHED / name / "config.json").read_text(encoding="utf-8")))
 
 
 SIZES: dict[str, dict[str, Any]] = {
@@ -81,6 +88,30 @@ def test_both_forms_of_a_config_are_one_model():
     assert parse_model_config(nested) == parse_model_config(flat)
     assert parse_model_config({**flat, **nested}) == parse_model_config(flat)
     assert parse_model_config(nested).settings["eos_token_id"] == 151645
+
+
+def test_published_config_of_qwen3_vl():
+    config = published("Qwen3-VL-8B")
+    assert (config.family, config.qk_norm, config.qkv_bias, config.experts) == ("qwen3_vl", True, False, None)
+    assert (config.num_layers, config.hidden_size, config.ffn_hidden_size) == (36, 4096, 12288)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 8, 128)
+    assert (config.rope_theta, config.rotary_dim, config.rope_scaling) == (5e6, 128, None)
+    assert (config.vocab_size, config.max_position_embeddings) == (151936, 262144)
+    assert not config.tie_word_embeddings
+    tower = "qwen3_vl.Qwen3VLVisionModel"
+    assert config.vision == Vision(151655, tower, "visual.", (24, 20, 20), True, True, deepstack=3)
+
+
+def test_published_config_of_qwen3_vl_with_experts():
+    config = published("Qwen3-VL-30B-A3B")
+    assert (config.family, config.num_layers, config.hidden_size) == ("qwen3_vl_moe", 48, 2048)
+    assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 4, 128)
+    assert config.experts == Experts(count=128, per_token=8, ffn_hidden_size=768, layers=(True,) * 48)
+    tower = "qwen3_vl_moe.Qwen3VLMoeVisionModel"
+    assert config.vision == Vision(151655, tower, "visual.", (24, 20, 20), True, True, deepstack=3)
+    shapes = file_shapes(WeightMap(config).hf_shapes(), stacked_parts(config))
+    assert shapes["model.layers.47.mlp.experts.gate_up_proj"] == (128, 2048, 1536)
+    assert shapes["model.layers.0.mlp.experts.down_proj"] == (128, 768, 2048)
 
 
 def test_published_config_of_qwen35():
@@ -191,6 +222,31 @@ def test_stacked_experts_of_another_shape_are_refused(tmp_path):
     name = "model.language_model.layers.1.mlp.experts.gate_up_proj"
     save_file({**tensors, name: tensors[name].transpose(1, 2).contiguous()}, tmp_path / "model.safetensors")
     with raises("model.tensor-shape", plain_name(name), [4, 32, 48], [4, 48, 32]):
+        check_model_folder(tmp_path)
+
+
+@pytest.mark.parametrize("is_published", [True, False], ids=["published", "transformers"])
+def test_experts_are_read_in_either_order_of_dimensions(tmp_path, is_published):
+    model = save_family(tmp_path, "qwen3_vl_moe")
+    if not is_published:
+        with_module_names(tmp_path, model)
+    whole = model.model.language_model.layers[1].mlp.experts
+    expected = dict(zip(("gate", "up"), whole.gate_up_proj[2].chunk(2), strict=True), down=whole.down_proj[2])
+    reader = HFReader(tmp_path)
+    for name, matrix in expected.items():
+        start, stop = (3, 5), (matrix.shape[0] - 1, matrix.shape[1])
+        piece = Piece(f"model.layers.1.mlp.experts.2.{name}_proj.weight", start, stop, (0, 0))
+        assert torch.equal(reader.read(piece), matrix[3:-1, 5:])
+
+
+def test_square_experts_are_read_as_published_only(tmp_path, monkeypatch):
+    """With as many inputs as outputs, the shape of a matrix does not tell the order of its dimensions."""
+    monkeypatch.setitem(TEXTS["qwen3_vl_moe"], "moe_intermediate_size", 32)
+    model = save_family(tmp_path, "qwen3_vl_moe")
+    read = HFReader(tmp_path).read(Piece("model.layers.0.mlp.experts.3.down_proj.weight", (0, 0), (32, 32), (0, 0)))
+    assert torch.equal(read, model.model.language_model.layers[0].mlp.experts.down_proj[3])
+    with_module_names(tmp_path, model)
+    with raises("model.tensor-shape", "experts.gate_up_proj", [4, 64, 32], [4, 32, 64]):
         check_model_folder(tmp_path)
 
 

@@ -44,15 +44,20 @@ _PLAIN = TEXT | {
         "rope_theta": 10000.0,
     },
 }
-NAMES = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_vl": "Qwen3VL"}
+NAMES = {"qwen3_5": "Qwen3_5", "qwen3_5_moe": "Qwen3_5Moe", "qwen3_vl": "Qwen3VL", "qwen3_vl_moe": "Qwen3VLMoe"}
 """Prefix of transformers' classes by family."""
-TEXTS = {"qwen3_5": _HYBRID | {"intermediate_size": 64}, "qwen3_5_moe": _HYBRID | _EXPERTS, "qwen3_vl": _PLAIN}
-TOWERS = {"qwen3_vl": _TOWER | {"depth": 3, "deepstack_visual_indexes": [0, 2]}}
+TEXTS = {
+    "qwen3_5": _HYBRID | {"intermediate_size": 64},
+    "qwen3_5_moe": _HYBRID | _EXPERTS,
+    "qwen3_vl": _PLAIN,
+    "qwen3_vl_moe": _PLAIN | {name: size for name, size in _EXPERTS.items() if not name.startswith("shared")},
+}
+TOWERS = dict.fromkeys(("qwen3_vl", "qwen3_vl_moe"), _TOWER | {"depth": 3, "deepstack_visual_indexes": [0, 2]})
 FAMILIES = ("qwen2_5_vl", *NAMES)
 
 
 def save_family(path: Path, family: str) -> Any:
-    """Save a random model of a family, float32, with the files of its image processor; return it."""
+    """Save a random model of a family as it is published, float32, with the files of its image processor; return it."""
     if family == "qwen2_5_vl":
         return save_vision_model(path)
     name = NAMES[family]
@@ -73,6 +78,9 @@ def save_family(path: Path, family: str) -> Any:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         model.lm_head.weight[IMAGE] = 0.0  # so that no greedy response has a token of an image
     model.save_pretrained(path)
+    if family == "qwen3_vl_moe":  # transformers writes its own matrices, and reads both
+        published = {n: t.mT.contiguous() if ".experts." in n else t for n, t in tensors_of(path).items()}
+        save_file(published, path / "model.safetensors", metadata={"format": "pt"})
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
     return model
 
@@ -80,7 +88,7 @@ def save_family(path: Path, family: str) -> Any:
 def with_module_names(path: Path, model: Any) -> None:
     """Write a folder's weights under the names of transformers' modules: nested, with the experts of a layer stacked.
 
-    Qwen3.5 is published in this form, and transformers 4.52 to 4.57 wrote it for Qwen2.5-VL.
+    Qwen3.5 is published in this form, transformers 4.52 to 4.57 wrote it for Qwen2.5-VL, and 5 writes it for Qwen3-VL.
     """
     save_file({name: tensor.contiguous() for name, tensor in model.state_dict().items()}, path / "model.safetensors")
 

@@ -1,4 +1,4 @@
-"""Qwen2 and Qwen3, dense and with experts, and Qwen2.5-VL; Qwen3-Next; Qwen3.5 with images, and its text models."""
+"""Qwen2 and Qwen3, dense and with experts; Qwen2.5-VL and Qwen3-VL; Qwen3-Next; Qwen3.5 with images or of text."""
 
 from __future__ import annotations
 
@@ -95,12 +95,13 @@ class Qwen3VL:
     """
 
     name = "qwen3_vl"
-    layer = _QWEN3
+    layer: tuple[d.Declaration, ...] = _QWEN3
+    tower = "qwen3_vl.Qwen3VLVisionModel"
 
     def traits(self, raw: Mapping[str, Any]) -> Traits:
         """Norms on q and k; alternating sections of positions."""
         refuse_settings(raw, hidden_act="silu", attention_bias=False)
-        vision = _vision(raw, "qwen3_vl.Qwen3VLVisionModel", image_token=151655, interleaved=(24, 20, 20))
+        vision = _vision(raw, self.tower, image_token=151655, interleaved=(24, 20, 20))
         layers = entries(vision.settings, "deepstack_visual_indexes", int) or (8, 16, 24)
         return Traits(qk_norm=True, rope_theta=500000.0, vision=replace(vision, deepstack=len(layers)))
 
@@ -129,6 +130,22 @@ class Qwen3Moe:
         """Norms on q and k; no shared expert."""
         refuse_settings(raw, hidden_act="silu", use_sliding_window=False, attention_bias=False)
         return Traits(qk_norm=True, experts=_experts(raw, 8, 768))
+
+
+@register_family(
+    "Qwen3VLMoeForConditionalGeneration", "Qwen3VLMoeForSequenceClassification", "Qwen3VLMoeForTokenClassification"
+)
+class Qwen3VLMoe(Qwen3VL):
+    """Qwen3-VL-30B-A3B and Qwen3-VL-235B-A22B: the decoder of Qwen3 with experts. For critics, see :class:`Qwen3VL`."""
+
+    name = "qwen3_vl_moe"
+    layer = (*_QWEN3, *d.experts_of("mlp", stacked=True))
+    tower = "qwen3_vl_moe.Qwen3VLMoeVisionModel"
+
+    def traits(self, raw: Mapping[str, Any]) -> Traits:
+        """Weights of a token's experts always sum to 1."""
+        refuse_settings(raw, norm_topk_prob=True)
+        return replace(super().traits(raw), experts=_experts(raw, 4, 1408, normalize=True))
 
 
 @register_family("Qwen3NextForCausalLM", "Qwen3NextForSequenceClassification", "Qwen3NextForTokenClassification")

@@ -33,8 +33,8 @@ from megarl.config.schema.jobs import GenerationJobConfig, JobConfig, Supervised
 from megarl.config.stored import output_files, output_folders
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
+from megarl.models.carried_tensors import unused_tensors, warn_of_unused
 from megarl.models.hf_folder import image_grid
-from megarl.models.multi_token import unused_tensors, warn_of_unused
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.output_folders import check_output_files
 from megarl.trainer.phases.prompt_images import image_reader, unread_columns

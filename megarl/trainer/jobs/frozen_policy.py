@@ -25,8 +25,8 @@ from megarl.convert.open import open_source
 from megarl.convert.source import HUGGING_FACE, CheckpointSource
 from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ModelConfig
+from megarl.models.carried_tensors import warn_of_unused
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
-from megarl.models.multi_token import warn_of_unused
 from megarl.samples.rollout_group import build_engines, restart_replicas, rollout_group
 from megarl.samples.rollouts import Rollouts
 from megarl.tracking import Console

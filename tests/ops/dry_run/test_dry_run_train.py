@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 from support.expected_errors import raises
-from support.vision_models import PROCESSOR
+from support.squares_task import make_squares_task
 
 from megarl.base.packages import is_installed
 from megarl.config import TrainConfig
@@ -336,17 +336,40 @@ def test_files_that_name_different_ends_of_a_sequence_warn(train_config, arithme
     assert "warn  tokenizer" in text and "generation_config.json: 5, 6" in text
 
 
-def test_verls_script_of_a_model_with_images(real_model, arithmetic, tmp_path):
-    """Its paths and engine change, and the tower is frozen; its data stand-in has no images."""
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory):
+    return make_squares_task(tmp_path_factory.mktemp("squares"), "--num-train", "64")
+
+
+# The remedy that the error names: verl's bridge turns off the loss that the script weighs.
+BALANCE = {
+    f"+{POLICY}.actor.megatron.override_transformer_config.moe_router_load_balancing_type": "seq_aux_loss",
+}
+
+
+@pytest.mark.parametrize(
+    ("script", "model", "architecture", "more"),
+    [
+        ("qwen2_5_vl_7b", "Qwen2.5-VL-7B", "Qwen2_5_VL", {}),
+        ("qwen3_vl_8b", "Qwen3-VL-8B", "Qwen3VL", {}),
+        ("qwen3_vl_30b_a3b", "Qwen3-VL-30B-A3B", "Qwen3VLMoe", BALANCE),
+    ],
+)
+def test_verls_scripts_of_models_with_images(squares, tmp_path, script, model, architecture, more):
+    """Paths and engine change, and the tower is frozen; 64 prompts with pictures stand in for a batch of 512."""
     facts = json.loads((ROOT / "tests" / "config" / "verl_facts.json").read_text(encoding="utf-8"))
-    number = facts["scripts"].index("examples/grpo_trainer/run_qwen2_5_vl_7b_megatron.sh")
-    script = [override for override, users in facts["overrides"].items() if number in users]
-    folder = real_model("Qwen2.5-VL-7B")
-    (Path(folder) / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
+    number = facts["scripts"].index(f"examples/grpo_trainer/run_{script}_megatron.sh")
+    overrides = [override for override, users in facts["overrides"].items() if number in users]
+    folder = tmp_path / model
+    shutil.copytree(squares / "model", folder, ignore=shutil.ignore_patterns("*.safetensors"))
+    tokens = json.loads((folder / "config.json").read_text(encoding="utf-8"))
+    raw = json.loads((MODELS / model / "config.json").read_text(encoding="utf-8"))
+    raw |= {"image_token_id": tokens["image_token_id"]}
+    (folder / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     ours = {
         f"{POLICY}.model.path": folder,
-        "data.train_files": f"{arithmetic}/data/train.parquet",
-        "data.val_files": f"{arithmetic}/data/test.parquet",
+        "data.train_files": f"{squares}/data/train.parquet",
+        "data.val_files": f"{squares}/data/test.parquet",
         "data.train_batch_size": 64,
         f"{POLICY}.actor.ppo_mini_batch_size": 64,
         f"{POLICY}.rollout.name": "sglang",
@@ -356,9 +379,9 @@ def test_verls_script_of_a_model_with_images(real_model, arithmetic, tmp_path):
         "trainer.hardware": "h100",
         "trainer.logger": "[console]",
     }
-    kept = [override for override in script if override.lstrip("+").partition("=")[0] not in ours]
-    overrides = (*kept, *(f"{key}={value}" for key, value in ours.items()))
+    kept = [override for override in overrides if override.lstrip("+").partition("=")[0] not in ours]
+    changed = (*kept, *(f"{key}={value}" for key, value in (ours | more).items()))
     lines: list[str] = []
-    check_parts(TrainDryRun(compose(ConfigRequest(TrainConfig, "ppo_megatron_trainer", overrides))), lines.append)
+    check_parts(TrainDryRun(compose(ConfigRequest(TrainConfig, "ppo_megatron_trainer", changed))), lines.append)
     text = "\n".join(lines)
-    assert "Qwen2_5_VLForConditionalGeneration of" in text and "exactly once" in text
+    assert f"{architecture}ForConditionalGeneration of" in text and "exactly once" in text

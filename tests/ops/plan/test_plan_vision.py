@@ -12,7 +12,7 @@ from megarl.models.tower_class import tower_parameters
 from megarl.ops.plan.job import planned_job
 from megarl.ops.plan.memory import plan_memory
 from megarl.ops.plan.states import rollout_weight_bytes
-from tests.models.test_models_vision_folder import SIZES, published_qwen25
+from tests.models.test_models_vision_folder import SIZES, published, published_qwen25
 
 
 def test_the_published_tower_has_its_parameters():
@@ -25,6 +25,12 @@ def test_the_published_tower_has_its_parameters():
     tower = hidden * 3 * 2 * 14 * 14 + 32 * block + merger
     assert tower_parameters(config.vision) == tower
     assert rollout_weight_bytes(config, 1, 0, "bfloat16") == 2 * 8_292_166_656
+
+
+@pytest.mark.parametrize(("name", "nbytes"), [("Qwen3-VL-8B", 17_534_247_392), ("Qwen3-VL-30B-A3B", 62_141_508_064)])
+def test_published_weights_have_their_size(name, nbytes):
+    """``total_size`` of the published index files, in bfloat16."""
+    assert rollout_weight_bytes(published(name), 1, 0, "bfloat16") == nbytes
 
 
 @pytest.mark.parametrize("estimator", ["gae", "grpo"])
