@@ -3,15 +3,17 @@
     python benchmarks/learning.py [--steps 40] [--seeds 1 2 3] [--jobs 2] [--only grpo gspo] [--plot FILE.svg]
     python benchmarks/learning.py --kinds decoupled bypass --jobs 1
     python benchmarks/learning.py --kinds search external --jobs 1 --steps 20
+    python benchmarks/learning.py --kinds vision --jobs 1
 
 Each case is a run of `megarl train --config-name quickstart_grpo` from the warmed-up model of
 `bash launch/quickstart.sh` (run it first), on one process slot, with the same prompts and samples per step. Estimators
 run with PPO's clipped loss (`rft`: with `reinforce`, on the best samples of each prompt), losses with GRPO's
 advantages. The kinds `decoupled` and `bypass` are asynchronous runs (`quickstart_async`, on two slots) with a bound of
 the staleness: PPO clips about the recomputed policy, or about the policy that sampled. The kinds `search` (from the
-warmed-up model of `bash launch/search_agent.sh`) and `external` (`examples/agent.py`) train agents in each mode, on two
-slots; their figures also show the reward against the time of the steps. Runs that exist in `outputs/learning` are
-reused; remove that folder to repeat them. Figures need matplotlib (the extra `bench`).
+warmed-up model of `bash launch/search_agent.sh`), `external` (`examples/agent.py`) and `vision` (the task of
+`tools/make_squares.py`) run in each mode, on two slots; their figures also show the reward against the time of the
+steps. Runs that exist in `outputs/learning` are reused; remove that folder to repeat them. Figures need matplotlib (the
+extra `bench`).
 
 Prints for each case the held-out accuracy before and after training, and the training reward along the way, as means
 over the seeds, the mean staleness of the trained samples, and the mean seconds of a step. Also prints whether a run
@@ -41,7 +43,8 @@ from megarl.tracking import read_metrics
 
 ROOT = Path(__file__).resolve().parents[1]
 STALENESS = "training/off_policy/trajectory_staleness"
-REWARD, ACCURACIES = "critic/score/mean", ("val-core/arithmetic/reward/mean@1", "val-core/facts/reward/mean@1")
+REWARD = "critic/score/mean"
+ACCURACIES = [f"val-core/{task}/reward/mean@1" for task in ("arithmetic", "facts", "squares")]
 ALL_ANSWERS = "best_of_n/all/mean"
 """The reward of all samples, if only the best are trained on."""
 ESTIMATORS = [name for name in ADV_ESTIMATORS if not name.endswith("_vectorized")]
@@ -61,8 +64,9 @@ AGENTS = {
         "quickstart_grpo", "data.max_response_length=64", f"{AGENT}={ROOT}/examples/agent.py:check_twice",
         "reward.name=agent_score",
     ),
+    "vision": ("vision",),
 }  # fmt: skip
-"""Configuration and overrides of the kinds of agents."""
+"""Configuration and overrides of the kinds that run in each mode."""
 STALE = ("async_training.max_staleness=1", f"{CORRECTION}.rollout_is=token")
 MODES = {
     "sync": (),
@@ -81,6 +85,7 @@ KINDS = {
     "bypass": ([f"staleness {bound}" for bound in BOUNDS], "GRPO with stale samples, clipped about the old policy"),
     "search": (list(MODES), "Search agent"),
     "external": (list(MODES), "External agent"),
+    "vision": (list(MODES), "Vision-language model that counts squares"),
 }
 """Names and title of each kind of cases."""
 PROMPTS, ANSWERS = 32, 8
@@ -272,8 +277,10 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "learning", help="folder of the runs")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     args = parse_sizes(parser, steps=1, seeds=[1], jobs=1, only=["grpo"])
-    if not (args.overrides or (ROOT / "outputs" / "quickstart" / "warm").exists()):
+    if not (args.overrides or args.kinds == ["vision"] or (ROOT / "outputs" / "quickstart" / "warm").exists()):
         sys.exit("there is no warmed model: run `bash launch/quickstart.sh` first")
+    if "vision" in args.kinds and not (ROOT / "outputs" / "vision" / "task").exists():
+        sys.exit("there are no pictures: run `python tools/make_squares.py` first")
     print(f"machine: {processor()}; {args.steps} steps of {PROMPTS} prompts x {ANSWERS} answers, seeds {args.seeds}\n")
     selected = list(cases(args.kinds, args.only))
     if "search" in args.kinds and not (SEARCH_AGENT / "warm").exists():

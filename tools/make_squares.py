@@ -201,7 +201,7 @@ def accuracy(
     """Return the share of pictures whose most likely answer is right."""
     logits = model(**model_inputs(folder, tokenizer, pictures)).logits[:, -1]
     right = tokenizer.convert_tokens_to_ids([str(picture.squares) for picture in pictures])
-    return (logits.argmax(-1) == torch.tensor(right)).float().mean().item()
+    return float((logits.argmax(-1) == torch.tensor(right)).float().mean())
 
 
 def main(argv: Sequence[str] | None = None) -> None:

@@ -30,9 +30,11 @@ MAX_PIXELS = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 """Formats that are read; the decoders of others are not needed, and increase what a hostile file can attack."""
 _MODES = ("RGB", "RGBA", "L", "LA", "P", "1")
+THUMBNAIL_SIDE = 160
+"""Longest side of a thumbnail, in pixels."""
 
 
-def decode_image(data: bytes, location: str) -> PIL.Image.Image:
+def decode_image(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> PIL.Image.Image:
     """Decode an image to RGB, after its header has passed the limits; transparency becomes white.
 
     Args:
@@ -51,14 +53,14 @@ def decode_image(data: bytes, location: str) -> PIL.Image.Image:
             warnings.simplefilter("ignore")  # of PIL's own limit, which is higher
             image: PIL.Image.Image = pil.open(io.BytesIO(data), formats=FORMATS)
     except pil.DecompressionBombError as error:
-        text = f"{location}: the image has more than {MAX_PIXELS} pixels; resize it ({error!s:.120})"
+        text = f"{location}: the image has more than {most_pixels} pixels; resize it ({error!s:.120})"
         raise DataError(text, code="image.too-many-pixels") from error
     except Exception as error:  # a decoder may raise any error for a damaged file
         text = f"{location}: no image in the formats {', '.join(FORMATS)} ({type(error).__name__}: {error!s:.120})"
         raise DataError(text, code="image.unknown-format") from error
     width, height = image.size
-    if width * height > MAX_PIXELS:
-        text = f"{location}: the image has {width} x {height} pixels, at most {MAX_PIXELS} are read; resize it"
+    if width * height > most_pixels:
+        text = f"{location}: the image has {width} x {height} pixels, at most {most_pixels} are read; resize it"
         raise DataError(text, code="image.too-many-pixels")
     if getattr(image, "n_frames", 1) > 1:
         text = f"{location}: the image has {getattr(image, 'n_frames')} frames, expected a single picture"  # noqa: B009
@@ -76,6 +78,14 @@ def decode_image(data: bytes, location: str) -> PIL.Image.Image:
         ground = pil.new("RGBA", image.size, "white")
         image = pil.alpha_composite(ground, image)
     return image.convert("RGB")
+
+
+def thumbnail(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> bytes:
+    """Encode a small copy of an image as WebP, from its pixels alone; errors as in :func:`decode_image`."""
+    picture, file = decode_image(data, location, most_pixels), io.BytesIO()
+    picture.thumbnail((THUMBNAIL_SIDE, THUMBNAIL_SIDE))
+    picture.save(file, "WEBP", quality=80)
+    return file.getvalue()
 
 
 @dataclass(frozen=True)

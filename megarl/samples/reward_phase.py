@@ -19,6 +19,7 @@ from megarl.config.schema.jobs import ScoredJobConfig
 from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
 from megarl.data import DataProto, sequence_lengths
 from megarl.data.columns import padded_pair
+from megarl.data.images import IMAGES
 from megarl.data.tokenization import Prompt, PromptEncoder
 from megarl.data.tokenizers import control_tokens, load_tokenizer
 from megarl.rewards.manager import Failures, NullReward, RewardManager, Scored, with_scores
@@ -28,8 +29,8 @@ from megarl.workers.row_math import row_sums, summary
 
 logger = logging.getLogger(__name__)
 
+SEQUENCES = ("prompts", "responses", "attention_mask", IMAGES)
 RM_SCORE, FUNCTION_SCORE = "rm_score", "function_score"
-SEQUENCES = ["prompts", "responses", "attention_mask"]
 
 
 def reward_manager(
@@ -143,14 +144,31 @@ class SequenceReader:
     If the reward model has another tokenizer, the reader decodes the response and encodes the conversation
     (``raw_prompt`` plus the response as the assistant's message) with the reward model's chat template.
 
+    Args:
+        image_tokens: most tokens of a sequence if the policy reads images, which are neither cut nor encoded again; 0 =
+            it reads none.
+
     Raises:
         ConfigError: the vocabularies of the two tokenizers do not fit the configuration.
         ModelError: a tokenizer cannot be loaded.
     """
 
-    def __init__(self, keys: ScoringModelConfig, policy_tokenizer: PreTrainedTokenizerBase) -> None:
+    def __init__(
+        self, keys: ScoringModelConfig, policy_tokenizer: PreTrainedTokenizerBase, image_tokens: int = 0
+    ) -> None:
         assert keys.max_length is not None, "filled in"
         self.max_length = keys.max_length
+        if image_tokens > self.max_length:
+            text = (
+                f"reward.model.max_length={self.max_length} would cut prompts with images; set at least {image_tokens}"
+            )
+            raise ConfigError(f"{text}, data.max_prompt_length + data.max_response_length", code="reward.cuts-images")
+        if image_tokens and keys.input_tokenizer is not None:
+            raise ConfigError(
+                f"reward.model.input_tokenizer={keys.input_tokenizer}: a reward model with another tokenizer than the "
+                "policy's does not see its images; name a reward model with the policy's tokenizer, and remove the key",
+                code="reward.no-images",
+            )
         self._decoder: PreTrainedTokenizerBase | None = None
         model_tokenizer = load_tokenizer(str(keys.path))
         if keys.input_tokenizer is None:
@@ -175,7 +193,7 @@ class SequenceReader:
         if sequences is None:
             prompts, responses = sequence_lengths(batch)
             if int((prompts + responses).max()) <= self.max_length:
-                return batch.select(SEQUENCES, []), 0
+                return batch.present(SEQUENCES), 0
             parts = zip(*(batch.unpadded(name) for name in SEQUENCES[:2]), strict=True)
             sequences = [[*prompt.tolist(), *response.tolist()] for prompt, response in parts]
         too_long = sum(len(ids) > self.max_length for ids in sequences)

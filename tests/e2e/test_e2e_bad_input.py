@@ -18,6 +18,8 @@ import pytest
 import ray
 from safetensors.torch import load_file, save_file
 from support.arithmetic_task import make_task
+from support.squares_task import make_squares_task
+from support.vision_models import png
 
 from megarl import cli
 
@@ -37,8 +39,9 @@ def refuse(small, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     monkeypatch.setattr(ray, "init", no_ray)
 
-    def run(*arguments, code):
-        exit_code = cli.run_job("train", ["--config-name", "quickstart", *small, *arguments])
+    def run(*arguments, code, config="quickstart"):
+        common = small if config == "quickstart" else ()
+        exit_code = cli.run_job("train", ["--config-name", config, *common, *arguments])
         printed = capsys.readouterr()
         assert exit_code == code, printed.err
         assert "Traceback" not in printed.err
@@ -140,6 +143,57 @@ def test_overlong_prompt(refuse):
 def test_all_prompts_overlong(refuse):
     message = refuse("data.max_prompt_length=8", "data.filter_overlong_prompts=true", code=2)
     assert_error(message, "data.all-prompts-too-long", 80, 8, "data.max_prompt_length")
+
+
+# Images
+
+
+@pytest.fixture(scope="module")
+def squares(tmp_path_factory):
+    return make_squares_task(tmp_path_factory.mktemp("squares"))
+
+
+@pytest.fixture
+def refuse_images(refuse, squares, tmp_path):
+    """``refuse_images(*arguments, **changes)``: message of a run whose row 5 has other columns."""
+
+    def run(*arguments, **changes):
+        rows = pq.read_table(squares / "data" / "train.parquet").to_pylist()
+        rows = [{**row, "images": [{"bytes": None, "path": None} | image for image in row["images"]]} for row in rows]
+        rows[5] |= changes
+        files = (write(rows, tmp_path / "train.parquet"), f"data.val_files={squares}/data/test.parquet")
+        keys = ("data.train_batch_size=4", "actor_rollout_ref.actor.ppo_mini_batch_size=4")
+        model = f"actor_rollout_ref.model.path={squares}/model"
+        return refuse(*files, *keys, model, *arguments, code=2, config="vision")
+
+    return run
+
+
+SEEN = {"bytes": png(56, 56)}
+
+
+@pytest.mark.parametrize(
+    ("changes", "code", "named"),
+    [
+        ({"images": [{"path": "lost.png"}]}, "image.missing", ("column 'images', image 0", "lost.png")),
+        ({"images": [{"bytes": SEEN["bytes"][:-2000]}]}, "image.damaged", ("column 'images', image 0",)),
+        ({"images": []}, "image.placeholder-count", ("1 placeholders", "column 'images'", "0 images")),
+        ({"images": [SEEN] * 2}, "image.placeholder-count", ("1 placeholders", "column 'images'", "2 images")),
+    ],
+)
+def test_bad_images(refuse_images, changes, code, named):
+    assert_error(refuse_images(**changes), code, "train.parquet, row 5", *named)
+
+
+def test_images_for_a_model_of_text(refuse_images, task):
+    model = (f"actor_rollout_ref.model.path={task}/model", "actor_rollout_ref.actor.freeze_vision_tower=false")
+    message = refuse_images(*model)
+    assert_error(message, "data.media-column", "data.train_files", "train.parquet", "column 'images', row 0")
+
+
+def test_a_tower_that_is_not_frozen(refuse_images):
+    message = refuse_images("actor_rollout_ref.actor.freeze_vision_tower=false")
+    assert_error(message, "image.trained-tower", "actor_rollout_ref.actor.freeze_vision_tower=false")
 
 
 # Models

@@ -1,9 +1,17 @@
-"""Training with images from the command line: the engine sees them, the tower stays, and runs resume exactly."""
+"""Jobs with images from the command line: the engine sees them, the tower stays, and runs resume exactly."""
 
+import base64
+import gzip
+import json
+import re
+
+import pyarrow.parquet as pq
 import pytest
 from safetensors.torch import load_file
-from support.cli_runs import RunFiles, assert_finite, reproducible
+from support.cli_runs import RunFiles, assert_finite, read_jsonl, reproducible
 from support.squares_task import make_squares_task
+
+from megarl.base.image_tokens import image_key
 
 STEPS = 2
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -39,7 +47,7 @@ def finished(run):
 
 @pytest.fixture(scope="module")
 def trained(arguments, start):
-    return finished(start(*arguments, "trainer.hf_export_dir=export"))
+    return finished(start(*arguments, "trainer.hf_export_dir=export", "trainer.rollout_data_dir=dumps"))
 
 
 def test_the_decoder_learns_and_the_tower_stays(trained, squares):
@@ -65,5 +73,60 @@ def test_ppo_beside_generation(arguments, start):
     keys = ("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=true")
     layout = (f"{ACTOR}.megatron.tensor_model_parallel_size=1", f"{ACTOR}.megatron.pipeline_model_parallel_size=2")
     mode = ("async_training.mode=colocated", "async_training.max_staleness=0", "actor_rollout_ref.model.lora_rank=4")
-    files = finished(start(*arguments, *keys, *layout, *mode, "trainer.save_freq=-1"))
+    shown = ("trainer.test_freq=2", "trainer.log_val_generations=2", "trainer.save_freq=-1")
+    run = start(*arguments, *keys, *layout, *mode, *shown)
+    files = finished(run)
+    assert run.output.count("question user <image>How many squares?") == 2
     assert all(row["critic/grad_norm"] > 0 for row in files.steps.values())
+
+
+def test_distillation_from_a_teacher_that_sees(arguments, tmp_path, start):
+    teacher = make_squares_task(tmp_path / "teacher", "--hidden", "64", "--seed", "7") / "model"
+    models = "distillation.teacher_models.teacher_model"
+    layout = (f"{models}.megatron.pipeline_model_parallel_size=2", f"{models}.megatron.tensor_model_parallel_size=1")
+    keys = ("distillation.enabled=true", f"{models}.model_path={teacher}", *layout, f"{ACTOR}.use_kl_loss=false")
+    loss = ("distillation.distillation_loss.loss_mode=full", "distillation.distillation_loss.use_task_rewards=false")
+    files = finished(start(*arguments, *keys, *loss, "trainer.save_freq=-1"))
+    assert all(row["actor/distillation/loss"] > 0 for row in files.steps.values())
+
+
+def pictures(path):
+    """Files of a data set's pictures by digest."""
+    files = [row["images"][0]["bytes"] for row in pq.read_table(path).to_pylist()]
+    return {f"{image_key(data):x}": data for data in files}
+
+
+def report_data(folder):
+    """Data of a run's page, which has no byte of a picture's file."""
+    page = (folder / "report.html").read_text(encoding="utf-8")
+    return json.loads(gzip.decompress(base64.b64decode(re.search(r'id="data"[^>]*>([^<]*)<', page)[1])))
+
+
+def test_samples_of_training_name_their_pictures(trained, squares):
+    known = pictures(squares / "data" / "train.parquet")
+    samples = read_jsonl(trained.newest / "samples" / "train" / "1.jsonl")
+    shown = {digest for sample in samples for digest in sample["images"]}
+    assert shown <= known.keys() and shown == {name for sample in samples for name in sample.get("thumbnails", ())}
+    dump = read_jsonl(trained.folder / "dumps" / "1.jsonl")
+    assert len(dump) == 24 and all(row["images"][0] in known and "thumbnails" not in row for row in dump)
+    assert {row["input"].count("<image>") for row in [*samples, *dump]} == {1}
+    assert shown <= report_data(trained.newest)["thumbnails"].keys()
+
+
+def test_evaluate_and_generate(squares, start):
+    test, samples = squares / "data" / "test.parquet", 4
+    common = (f"actor_rollout_ref.model.path={squares}/model", f"data.val_files={test}", "trainer.experiment_name=v")
+    run = start("--config-name", "quickstart_evaluate", *common, job="evaluate")
+    assert run.wait() == 0, run.output
+    folder, known = RunFiles(run.folder, "v").newest, pictures(test)
+    answers = read_jsonl(folder / "answers" / "0.jsonl")
+    assert [row["images"] for row in answers] == [[digest] for digest in known for _ in range(samples)]
+    assert report_data(folder)["thumbnails"].keys() == known.keys()
+
+    run = start("--config-name", "quickstart_generate", *common, "data.prompts=[]", job="generate")
+    assert run.wait() == 0, run.output
+    assert run.output.count("<image>How many squares?  ->  ") == len(known)
+    rows = read_jsonl(RunFiles(run.folder, "v").newest / "answers.jsonl")
+    assert [row["extra_info"]["index"] for row in rows] == list(range(len(known)))
+    assert all(row["prompt"][0]["content"] == "<image>How many squares?" and "images" not in row for row in rows)
+    assert [text for row in rows for text in row["responses"]] == [row["output"] for row in answers]

@@ -5,6 +5,7 @@ import torch
 from support.expected_errors import raises
 from transformers import AutoTokenizer
 
+from megarl.base.image_tokens import Image
 from megarl.config.schema.rewards import RewardConfig, ScoringModelConfig
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.rewards import FailurePolicy, RewardManager, in_driver
@@ -101,6 +102,19 @@ def test_the_same_tokenizer_reads_token_ids_directly(tokenizer, batch, arithmeti
     real = [row[mask.bool()].tolist() for row, mask in zip(whole, batch.tensors["attention_mask"], strict=True)]
     kept = torch.cat([shortened.tensors["prompts"], shortened.tensors["responses"]], 1)
     assert kept.tolist() == [row[-5:] for row in real]
+
+
+def test_a_reward_model_sees_whole_prompts_with_images(tokenizer, batch, arithmetic):
+    images = [(Image(b"a", 1, 1),), (), None, ()]
+    with_images = batch.with_columns({}, {"images": images})
+    model = arithmetic / "model"
+    sequences, _ = SequenceReader(section(model), tokenizer, 64).read(with_images)
+    assert sequences.non_tensor_batch["images"].tolist() == images and set(sequences.non_tensor_batch) == {"images"}
+    assert SequenceReader(section(model), tokenizer).read(batch)[0].non_tensor_batch == {}
+    with raises("reward.cuts-images", "reward.model.max_length=64", 65):
+        SequenceReader(section(model), tokenizer, 65)
+    with raises("reward.no-images", f"reward.model.input_tokenizer={model}"):
+        SequenceReader(section(model, input_tokenizer=model), tokenizer, 64)
 
 
 def test_another_tokenizer_reads_the_conversation_in_its_template(tokenizer, batch, arithmetic, tmp_path):

@@ -15,10 +15,12 @@ from typing import Any
 import numpy as np
 import pytest
 from support.expected_errors import raises
+from support.squares_task import make_squares_task
 
 from megarl.agents.runner import AgentRunner
 from megarl.agents.types import Trajectory
 from megarl.base.errors import StepImpossible, WeightSyncError
+from megarl.base.image_tokens import Image
 from megarl.base.signals import sleep, wait_slices
 from megarl.config import RolloutConfig
 from megarl.data.loader import PromptQueue
@@ -107,7 +109,7 @@ def engine(arithmetic):
 
 
 @pytest.fixture
-def make(engine, train_config, arithmetic, tmp_path):
+def make(engine, train_config):
     runners: list[AgentRunner] = []
 
     def build(
@@ -118,6 +120,7 @@ def make(engine, train_config, arithmetic, tmp_path):
         colocated=False,
         scored=False,
         reward=length,
+        engine=engine,
         **changes,
     ):
         """A source of samples; staleness None = synchronous. The trainer's sync comes first, as in a run.
@@ -133,10 +136,11 @@ def make(engine, train_config, arithmetic, tmp_path):
         if colocated:
             keys |= {"async_training.mode": "colocated", "actor_rollout_ref.rollout.nnodes": 0}
         keys |= {"data.max_response_length": tokens, "actor_rollout_ref.rollout.n": 2}
+        keys |= {"actor_rollout_ref.model.path": engine.model}
         keys |= {name.replace("__", "."): value for name, value in changes.items()}
         config = train_config({**keys, "actor_rollout_ref.rollout.max_num_seqs": 4})
         assert config.data.train_batch_size == 8
-        tokenizer = load_tokenizer(str(arithmetic / "model"))
+        tokenizer = load_tokenizer(engine.model)
         counted = {"reward.functions": {f"{FUNCTIONS}:counted": 1.0}, "reward.num_workers": 2}
         scorers = runner_scorers(train_config(counted)) if scored else {}
         runners.append(AgentRunner(config, tokenizer, scorers=scorers))
@@ -392,6 +396,34 @@ def test_a_partial_rollout_resumes_after_its_stored_tokens(make, engine, synchro
     assert sorted([*trained, *(row for batch in batches for row in rows(batch))]) == synchronous_samples(
         make, engine, synchronous
     )
+
+
+def test_prompts_in_flight_keep_their_images(make, tmp_path):
+    """The state grows with the files of the prompts in flight, not with their samples."""
+    folder = make_squares_task(tmp_path / "squares", "--num-train", "24")
+    engine, files = OneEngine(str(folder / "model")), {"data__train_files": [str(folder / "data" / "train.parquet")]}
+    build = functools.partial(make, tokens=24, engine=engine, data__val_files=[], **files)
+    stopped = build(2, partial=True)
+    engine.sync_weights()
+    trained = [row for _, batch, _ in steps_of(stopped, last=1) for row in rows(batch)]
+    state, groups = saved(stopped, tmp_path), dict(stopped._groups)
+    stopped.close()
+    in_flight = state[0]["groups"]
+    assert 0 < len(in_flight) <= 16
+    images = [image for group in in_flight for image in groups[group["number"]].facts["images"]]
+    assert len(images) == len(in_flight)
+    assert len(json.dumps(in_flight)) < sum(len(image.data) for image in images) * 4 / 3 + 2000 * len(in_flight)
+
+    resumed = build(2, partial=True)
+    resume(resumed, state, tmp_path, 1)
+    for number, group in resumed._groups.items():
+        assert group.facts["images"] == groups[number].facts["images"]
+        assert all(isinstance(image, Image) and isinstance(image.data, bytes) for image in group.facts["images"])
+        assert group.prompt_ids.tolist() == groups[number].prompt_ids.tolist() and group.prompt_ids.min() < 0
+    trained += [row for _, batch, _ in steps_of(resumed, 2) for row in rows(batch)]
+    undisturbed = build(None)
+    engine.sync_weights()
+    assert sorted(trained) == sorted(row for _, batch, _ in steps_of(undisturbed) for row in rows(batch))
 
 
 def test_kills_at_any_moment_lose_no_sample_and_favour_no_length(make, engine, synchronous, tmp_path, monkeypatch):

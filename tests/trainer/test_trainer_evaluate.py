@@ -7,6 +7,7 @@ import ray
 import torch
 from support.expected_errors import raises
 
+from megarl.base.image_tokens import Image
 from megarl.config.schema.jobs import BestAnswersConfig
 from megarl.data import DataProto, SFTDataset, attention_mask_of, pad_left, pad_right
 from megarl.data.tokenizers import load_tokenizer
@@ -124,6 +125,18 @@ def test_complete_good_answers_become_sft_data(tokenizer, batch, tmp_path):
         "123", "3", "4",
     ]  # fmt: skip
     assert learned[0]["response_mask"][0] == 0 and learned[1]["response_mask"][0] == 1
+
+
+def test_best_answers_have_the_files_of_images(tokenizer, batch, tmp_path):
+    parts = [{"type": "image"}, {"type": "text", "text": "?"}]
+    prompts = [[{"role": "user", "content": parts if row < 3 else "x"}] for row in range(len(batch))]
+    images = [(Image(b"file", 1, 1),) if row < 3 else () for row in range(len(batch))]
+    best = BestAnswers(BestAnswersConfig(str(tmp_path / "best.parquet")), tokenizer)
+    best.add(batch.with_columns({}, {"raw_prompt": prompts, "images": images}))
+    best.write()
+    rows = pq.read_table(tmp_path / "best.parquet").to_pylist()
+    assert [row["prompt"][0]["content"] for row in rows] == ["<image>?", "x", "x"]
+    assert [row["images"] for row in rows] == [[{"bytes": b"file"}], [], []]
 
 
 def test_no_good_answer_is_an_error(tokenizer, batch, tmp_path):

@@ -12,6 +12,7 @@ from support.task_configs import arithmetic, evaluate_config, sft_config, train_
 from support.vision_models import png
 
 from megarl.base.image_tokens import Image
+from megarl.config.schema.distillation import TeacherConfig, TeacherServerConfig
 from megarl.data import DataProto
 from megarl.data.columns import attention_mask_of, pad_left
 from megarl.data.tokenizers import load_tokenizer
@@ -90,10 +91,13 @@ def test_supervised_training_refuses_images(sft_config, tmp_path):  # noqa: F811
         check_rows(sft_config({"data.train_files": [str(tmp_path / "sft.parquet")]}))
 
 
-def test_distillation_refuses_images(train_config, squares):  # noqa: F811
+@pytest.mark.parametrize("urls", [[], ["http://127.0.0.1:30000"]])
+def test_teachers_on_servers_take_no_images(train_config, squares, urls):  # noqa: F811
     config = train_config(squares)
-    distilled = dataclasses.replace(config, distillation=dataclasses.replace(config.distillation, enabled=True))
-    assert image_reader(distilled) is None and "images" in unread_columns(distilled)
+    teacher = TeacherConfig(server=TeacherServerConfig(urls=urls))
+    distillation = dataclasses.replace(config.distillation, enabled=True, teacher_models={"t": teacher})
+    distilled = dataclasses.replace(config, distillation=distillation)
+    assert (image_reader(distilled) is None) == ("images" in unread_columns(distilled)) == bool(urls)
 
 
 def test_answers_are_stored_in_the_form_of_data_files(task, tmp_path):

@@ -1,5 +1,7 @@
 """Sample records, dumps, and values per token."""
 
+import base64
+import io
 import json
 import math
 from itertools import pairwise
@@ -8,7 +10,10 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
+from PIL import Image as pil
+from support.vision_models import png
 
+from megarl.base.image_tokens import Image
 from megarl.base.redaction import remember_secrets
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.data.tokenizers import load_tokenizer
@@ -19,6 +24,7 @@ from megarl.trainer.records.sample_records import (
     evenly_spaced,
     rows_of_groups,
     samples_with_tokens,
+    stored_samples,
 )
 
 FIELDS = ("input", "output", "gts", "step", "data_source", "response_length", "advantage", "masked", "tokens")
@@ -196,3 +202,39 @@ def test_ambiguous_tokens_have_no_values(arithmetic, monkeypatch):
 )
 def test_samples_of_the_report_are_whole_groups(uids, count, expected):
     assert rows_of_groups(list(uids), count) == expected
+
+
+def test_samples_with_images_have_digests_and_a_thumbnail_each(arithmetic, tmp_path):
+    """Three prompts: two pictures, one of them damaged; one picture; none."""
+    tokenizer = load_tokenizer(str(arithmetic / "model"))
+    seen, damaged = Image(png(320, 200), 2, 3), Image(png(56, 56)[:-2000], 1, 2)
+    text, answer = tokenizer("3 + 3").input_ids, tokenizer("6").input_ids
+    prompts = [[*text, *seen.token_ids, *damaged.token_ids], [*seen.token_ids, *text], text]
+    lengths, responses = [len(ids) for ids in prompts], [answer] * 3
+    widths = max(lengths), len(answer)
+    batch = DataProto.from_dict(
+        {
+            "prompts": pad_left(prompts, tokenizer.pad_token_id),
+            "responses": pad_right(responses, tokenizer.pad_token_id),
+            "attention_mask": attention_mask_of(lengths, [len(answer)] * 3, *widths),
+            "token_level_scores": torch.zeros(3, len(answer)),
+        },
+        {
+            "reward_model": [{"ground_truth": "6"}] * 3,
+            "reward_failed": [False] * 3,
+            "reward_extra_images": [5] * 3,
+            "images": [(seen, damaged), (seen,), ()],
+        },
+    )
+    samples = describe_samples(batch, tokenizer, step=1)
+    assert [sample["input"] for sample in samples] == ["3 + 3<image><image>", "<image>3 + 3", "3 + 3"]
+    digests = [[f"{image.key:x}" for image in images] for images in ((seen, damaged), (seen,))]
+    dump_samples(tmp_path, 1, samples)
+    lines = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text(encoding="utf-8").splitlines()]
+    assert [line.get("images") for line in lines] == [*digests, None]
+    assert all("thumbnails" not in line and line["reward_extra_images"] == 5 for line in lines)
+    first, second, third = stored_samples(samples, thumbnails=True)
+    assert [second, third] == lines[1:], "an image has one thumbnail"
+    (digest,) = first["thumbnails"]
+    small = base64.b64decode(first["thumbnails"][digest])
+    assert digest == digests[0][0] and pil.open(io.BytesIO(small)).size == (100, 160)

@@ -1,8 +1,9 @@
 """Page of the report: one HTML file with its data, script and style, and without network requests.
 
 Prompts and model answers are untrusted. The data is base64 of compressed JSON, and the script inserts it as text only.
-The content policy of the page allows only the page's scripts and no connection. Plotly (4.8 MB) is the largest part; it
-is compressed too (2 MB), which leaves most of the ten megabytes to the run's data.
+Images are small copies, encoded here from their pixels. The content policy of the page allows only the page's scripts
+and no connection. Plotly (4.8 MB) is the largest part; it is compressed too (2 MB), which leaves most of the ten
+megabytes to the run's data.
 """
 
 from __future__ import annotations
@@ -126,6 +127,7 @@ def page_data(runs: Sequence[RunRecord], rollouts: ReportRollouts, title: str) -
         "rollouts": rollout_columns(rollouts.rows),
         "rollouts_total": rollouts.total,
         "rollouts_cut": rollouts.cut,
+        "thumbnails": rollouts.thumbnails,
         "steps_with_answers": [len(step_files(run.train_samples)) for run in runs],
         "token_columns": token_columns(rollouts.rows),
         "config": config_rows(runs),

@@ -2,8 +2,11 @@
 
 from __future__ import annotations
 
+import base64
+import contextlib
 import json
 import math
+import re
 import zlib
 from collections.abc import Iterable, Mapping, Sequence
 from itertools import pairwise
@@ -12,6 +15,8 @@ from typing import Any, NamedTuple, TypeVar
 
 import numpy as np
 
+from megarl.base.errors import DataError
+from megarl.base.image_files import THUMBNAIL_SIDE, thumbnail
 from megarl.base.json_text import parse_json
 from megarl.ops.report.run_files import RunRecord
 from megarl.tracking.sample_files import step_files
@@ -20,14 +25,17 @@ from megarl.tracking.token_columns import TOKEN_COLUMNS, TokenValues
 MAX_TEXT = 12_000
 MAX_ROWS = 6000
 MOST_FILES = 600
+MOST_THUMBNAILS = 500
 FIELDS = (
     "run", "step", "kind", "input", "output", "gts", "score", "advantage", "source", "length", "masked", "tokens",
-    "extra",
+    "images", "extra",
 )  # fmt: skip
 _STANDARD_FIELDS = {
     "input", "output", "gts", "score", "step", "masked", "tokens", "data_source", "response_length", "advantage",
+    "images", "thumbnails",
 }  # fmt: skip
 _MOST_EXTRA = 400
+_DIGEST = re.compile("[0-9a-f]{1,16}")
 
 Row = dict[str, Any]
 Item = TypeVar("Item")
@@ -36,13 +44,14 @@ Item = TypeVar("Item")
 class ReportRollouts(NamedTuple):
     """Samples for the page: rows with :data:`FIELDS`, whose values are None if unavailable.
 
-    ``run`` is the index of the run, ``masked`` has the character spans of tool output, and ``tokens`` is encoded as in
-    :mod:`megarl.tracking.token_columns`.
+    ``run`` is the index of the run, ``masked`` has the character spans of tool output, ``tokens`` is encoded as in
+    :mod:`megarl.tracking.token_columns`, and ``images`` has the digests of the prompt's images.
     """
 
     rows: list[Row]
     total: int  # samples in the runs' files
     cut: int  # samples with a shortened text
+    thumbnails: dict[str, str]  # WebP in base64 by digest, an even selection
 
 
 def shorten(text: str, limit: int = MAX_TEXT) -> str:
@@ -61,8 +70,10 @@ def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_RO
     """Read samples of all runs and steps; if there are too many, the same number per step, evenly spaced.
 
     Incomplete lines of a killed process are skipped. The budget limits the compressed size, in bytes, roughly.
+    Thumbnails take at most a quarter of it.
     """
     files: list[list[tuple[Row, int, bool]]] = []
+    stored: dict[str, Any] = {}
     total = 0
     for number, run in enumerate(runs):
         for kind, folder in (("train", run.train_samples), ("validation", run.validation_samples)):
@@ -71,12 +82,29 @@ def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_RO
             for path in paths:
                 if path in chosen:
                     entries = _entries(path)
+                    for entry in entries:
+                        stored |= thumbnails if isinstance(thumbnails := entry.get("thumbnails"), dict) else {}
                     files.append([_row(entry, int(path.stem), kind, number) for entry in entries])
                     total += len(entries)
                 else:
                     total += path.read_bytes().count(b"\n")
-    kept = _within(files, budget, max_rows)
-    return ReportRollouts([row for row, _, _ in kept], total, sum(was_cut for _, _, was_cut in kept))
+    kept = _within(files, budget * 3 // 4 if stored else budget, max_rows)
+    rows = [row for row, _, _ in kept]
+    cut = sum(was_cut for _, _, was_cut in kept)
+    return ReportRollouts(rows, total, cut, _thumbnails(rows, stored, budget // 4))
+
+
+def _thumbnails(rows: Sequence[Row], stored: Mapping[str, Any], budget: int) -> dict[str, str]:
+    """Encode thumbnails of the rows' images again, from their pixels: the files of a run may be hostile."""
+    digests = dict.fromkeys(digest for row in rows for digest in row["images"] or () if digest in stored)
+    shown = dict[str, str]()
+    for digest in select_evenly(list(digests), MOST_THUMBNAILS):
+        with contextlib.suppress(DataError, ValueError, TypeError):
+            data = base64.b64decode(stored[digest], validate=True)
+            shown[digest] = base64.b64encode(thumbnail(data, digest, THUMBNAIL_SIDE**2)).decode("ascii")
+    while sum(map(len, shown.values())) > budget:
+        shown = {digest: shown[digest] for digest in select_evenly(list(shown), len(shown) * 4 // 5)}
+    return shown
 
 
 def _within(files: Sequence[Sequence[tuple[Row, int, bool]]], budget: int, max_rows: int) -> list[Any]:
@@ -141,6 +169,7 @@ def _row(entry: Mapping[str, Any], step: int, kind: str, run: int) -> tuple[Row,
         "length": length if isinstance(length, int) else None,
         "masked": masked,
         "tokens": tokens,
+        "images": _digests(entry.get("images")),
         "extra": {
             name: shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), _MOST_EXTRA)
             for name, value in entry.items()
@@ -149,6 +178,11 @@ def _row(entry: Mapping[str, Any], step: int, kind: str, run: int) -> tuple[Row,
     }
     size = len(zlib.compress(json.dumps(row, ensure_ascii=False).encode("utf-8", "replace"), 1)) * 4 // 3
     return row, size, len(answer) > MAX_TEXT or len(prompt) > MAX_TEXT
+
+
+def _digests(value: Any) -> list[str] | None:
+    digests = value if isinstance(value, list) else []
+    return [text if isinstance(text, str) and _DIGEST.fullmatch(text) else "" for text in digests] or None
 
 
 def _finite(value: Any) -> float | None:

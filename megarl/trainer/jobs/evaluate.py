@@ -31,6 +31,7 @@ from megarl.trainer.jobs.preflight import check_answers
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.phases.data_loading import validation_loader
 from megarl.trainer.phases.end_tokens import policy_end_tokens
+from megarl.trainer.phases.prompt_images import longest_with_images
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter
 from megarl.trainer.records.sample_records import Sample, dump_samples, evenly_spaced
@@ -62,7 +63,8 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     tokenizer, step = policy.tokenizer, policy.model.step
     check_output_files(config, step)
     loader = validation_loader(policy.with_model_folder, tokenizer)
-    reader = SequenceReader(config.reward.model, tokenizer) if config.reward.model.enable else None
+    scores, longest = config.reward.model, longest_with_images(policy.with_model_folder)
+    reader = SequenceReader(scores, tokenizer, longest) if scores.enable else None
     config = policy.config
     with open_job(config, output_dir) as session:
         functions = reward_manager(config, tokenizer, session.logs)

@@ -41,6 +41,7 @@ from megarl.trainer.phases.model_passes import (
     simultaneous_passes,
     verb_pass,
 )
+from megarl.trainer.phases.prompt_images import longest_with_images
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunSummary
 from megarl.trainer.roles.devices import JobPools
@@ -90,7 +91,8 @@ class TrainerBuilder:
         self.reward_functions = reward_manager(config, self.tokenizer, session.logs)
         scoring = val_reward_config(config)
         self.val_functions = None if scoring is None else reward_manager(scoring, self.tokenizer, session.logs)
-        self.reader = SequenceReader(config.reward.model, self.tokenizer) if config.reward.model.enable else None
+        scores, longest = config.reward.model, longest_with_images(config)
+        self.reader = SequenceReader(scores, self.tokenizer, longest) if scores.enable else None
         self.callbacks = load_callbacks(config.trainer.callbacks)
         self.prompts = PromptQueue(prompt_loader(config, self.tokenizer))
         step, rollout = 0, {}

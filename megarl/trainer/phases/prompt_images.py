@@ -11,17 +11,18 @@ from megarl.models import read_model_config
 
 
 def image_reader(config: GenerationJobConfig) -> ImageReader | None:
-    """Return the reader of images for the policy; None for a model of text, and with distillation.
+    """Return the reader of images for the policy; None for a model of text, and with teachers on servers.
 
     Raises:
         ConfigError: a key about images does not fit the model.
     """
     data, path = config.data, config.actor_rollout_ref.model.path
     vision = read_model_config(path).vision
-    distills = isinstance(config, TrainConfig) and config.distillation.enabled
-    if vision is None or distills:
+    teachers = config.distillation if isinstance(config, TrainConfig) and config.distillation.enabled else None
+    has_servers = teachers is not None and len(teachers.local_teachers) < len(teachers.teacher_models)
+    if vision is None or has_servers:
         if data.mm_processor_kwargs:
-            reader = "distillation.enabled" if vision else f"the model in {path}"
+            reader = "a teacher on servers" if vision else f"the model in {path}"
             text = f"data.mm_processor_kwargs={data.mm_processor_kwargs}: {reader} reads no images; remove the key"
             raise ConfigError(text, code="data.reads-no-images")
         return None
@@ -30,6 +31,11 @@ def image_reader(config: GenerationJobConfig) -> ImageReader | None:
         text = f"data.image_patch_size={data.image_patch_size}: the vision tower in {path} has patches of {patch}; set"
         raise ConfigError(f"{text} that, or null", code="data.image-patch-size")
     return ImageReader(ImageProcessor(path, data.mm_processor_kwargs), vision.image_token, data.image_key)
+
+
+def longest_with_images(config: GenerationJobConfig) -> int:
+    """Return the most tokens of a sequence whose prompt may have images; 0 if the policy reads none."""
+    return 0 if image_reader(config) is None else config.data.max_prompt_length + config.data.max_response_length
 
 
 def unread_columns(config: GenerationJobConfig) -> tuple[str, ...]:

@@ -20,7 +20,7 @@ from megarl.tracing import PHASE, lane_span, span
 from megarl.tracking import Console, PhaseTimer, RunInfo, Trackers, open_trackers, read_metrics
 from megarl.tracking.jsonl_files import BALANCE_FILE, METRICS_FILE, REPORT_FILE, BalanceFile, RankLists
 from megarl.tracking.sample_files import SampleFiles, begin_samples
-from megarl.trainer.records.sample_records import Sample
+from megarl.trainer.records.sample_records import Sample, stored_samples
 from megarl.trainer.records.slow_hosts import SlowHostWarnings
 from megarl.trainer.records.step_metrics import empty_step_warnings, memory_warnings, mismatch_warnings
 from megarl.trainer.state.checkpoint_manifest import ID_FILE, identify_run
@@ -205,11 +205,11 @@ class RunReporter:
     def log_samples(self, step: int, shown: Sequence[Sample]) -> None:
         """Log samples to the trackers."""
         if shown:
-            self.trackers.log_samples(shown, step)
+            self.trackers.log_samples(list(stored_samples(shown)), step)
 
     def keep_samples(self, step: int, samples: Sequence[Sample], kind: str) -> None:
-        """Write samples for the report; ``kind`` is ``train`` or ``validation``."""
-        self.samples[kind].add(step, samples)
+        """Write samples for the report, with thumbnails; ``kind`` is ``train`` or ``validation``."""
+        self.samples[kind].add(step, stored_samples(samples, thumbnails=True))
 
     def keep_balance(self, step: int, lists: RankLists) -> None:
         """Append the work of each data-parallel rank to the balance file, and warn of slow hosts."""

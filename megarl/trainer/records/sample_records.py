@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Sequence
+import base64
+import contextlib
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -10,10 +12,14 @@ from torch import Tensor
 from transformers import PreTrainedTokenizerBase
 
 from megarl.algorithms import sequence_counts, sequence_sums
+from megarl.base.errors import DataError
+from megarl.base.image_files import thumbnail
+from megarl.base.image_tokens import Image, image_spans
 from megarl.base.redaction import mask_known
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import ActorRolloutRefConfig
 from megarl.data import DataProto, sequence_lengths
+from megarl.data.images import IMAGES
 from megarl.data.rollout_dump import DumpMetadata, RolloutDump
 from megarl.data.tokenizers import characters_per_token
 from megarl.rewards.outcome import EXTRA
@@ -27,7 +33,7 @@ Item = TypeVar("Item")
 
 _FIELDS = (
     *("input", "output", "gts", "score", "step", "data_source", "response_length", "advantage"),
-    *("finish_reason", "masked", "agent_error", "tokens"),
+    *("finish_reason", "masked", "agent_error", "tokens", IMAGES, "thumbnails"),
 )
 """Fields of a record that no extra field of a reward function replaces."""
 
@@ -50,7 +56,8 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     A record also has the extra fields of the reward function (``reward_extra_<name>`` for the name of a field of its
     own), ``data_source`` if the row has one, ``response_length`` in tokens, and ``finish_reason``. ``score`` is None if
     the reward failed. ``masked`` lists the characters of ``output`` that a tool or a search wrote, as ``[begin, end]``
-    pairs. ``advantage`` is the mean over the trained tokens. A failed conversation has ``agent_error``.
+    pairs. ``advantage`` is the mean over the trained tokens. A failed conversation has ``agent_error``. A prompt with
+    images has ``images``, their digests and files; :func:`stored_samples` removes the files.
     """
     scores = row_sums(batch, "token_level_scores").tolist()
     failed = batch.non_tensor_batch["reward_failed"]
@@ -59,7 +66,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
         for column in batch.non_tensor_batch
         if column.startswith(EXTRA)
     }
-    sources, reasons = (batch.non_tensor_batch.get(name) for name in ("data_source", FINISH_REASON))
+    sources, reasons, images = (batch.non_tensor_batch.get(name) for name in ("data_source", FINISH_REASON, IMAGES))
     advantages = _mean_advantages(batch)
     masks = batch.unpadded("generated_mask") if "generated_mask" in batch.tensors else None
     samples = []
@@ -75,12 +82,18 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
             "response_length": len(ids),
             **({"finish_reason": reasons[row]} if reasons is not None else {}),
             **({"advantage": advantages[row]} if advantages is not None else {}),
+            **({IMAGES: _named_images(prompt, images[row])} if images is not None and images[row] else {}),
             **{name: batch.non_tensor_batch[column][row] for name, column in extras.items()},
             **_conversation_fields(batch, tokenizer, row, ids, generated),
         }
         # A tool's result may show a key of the configuration.
         samples.append({name: mask_known(value) if isinstance(value, str) else value for name, value in sample.items()})
     return samples
+
+
+def _named_images(prompt: Tensor, images: Sequence[Image]) -> list[tuple[str, bytes]]:
+    """Digests, as the prompt's token ids have them, and files of a prompt's images."""
+    return [(f"{span.key:x}", image.data) for span, image in zip(image_spans(prompt.numpy()), images, strict=True)]
 
 
 def _mean_advantages(batch: DataProto) -> list[float | None] | None:
@@ -145,9 +158,34 @@ def samples_with_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase, st
     return samples
 
 
+def stored_samples(samples: Iterable[Sample], *, thumbnails: bool = False) -> Iterator[Sample]:
+    """Yield samples for a file or a tracker: ``images`` has the digests alone.
+
+    Args:
+        thumbnails: add ``thumbnails``, base64 by digest, to the first sample of each image.
+    """
+    done = set[str]()
+    for sample in samples:
+        if IMAGES not in sample:
+            yield sample
+            continue
+        new = {digest: data for digest, data in sample[IMAGES] if thumbnails and digest not in done}
+        done |= new.keys()
+        small = {digest: text for digest, data in new.items() if (text := _thumbnail(data))}
+        stored = {**sample, IMAGES: [digest for digest, _ in sample[IMAGES]]}
+        yield {**stored, "thumbnails": small} if small else stored
+
+
+def _thumbnail(data: bytes) -> str | None:
+    """Return the thumbnail of an encoded image in base64; None if it cannot be decoded."""
+    with contextlib.suppress(DataError):
+        return base64.b64encode(thumbnail(data, "an image of a sample")).decode("ascii")
+    return None
+
+
 def dump_samples(folder: str | Path, step: int, samples: Iterable[Sample]) -> None:
     """Write ``<folder>/<step>.jsonl``, one sample per line; values that are not JSON are written as text."""
-    write_samples(Path(folder) / f"{step}.jsonl", samples)
+    write_samples(Path(folder) / f"{step}.jsonl", stored_samples(samples))
 
 
 def dump_log_probs(folder: str | Path, step: int, batch: DataProto, config: ActorRolloutRefConfig) -> None:

@@ -124,10 +124,10 @@ def test_downsampled_map_keeps_the_busiest_rank():
 def test_maps_are_shown_for_a_single_run_only(make_run):
     folder, other = make_run("a"), make_run("b")
     BalanceFile(folder / "balance.jsonl").add(2, {"actor/tokens": [10, 20, 30]})
-    alone = page_data([read_run(folder)], ReportRollouts([], 0, 0), "a")
+    alone = page_data([read_run(folder)], ReportRollouts([], 0, 0, {}), "a")
     assert alone["runs"][0]["ranks"]["actor/tokens"]["load"] == [[0.5], [1.0], [1.5]]
     assert [group["title"] for group in alone["groups"]].count("Balance") == 1
-    both = page_data([read_run(folder), read_run(other)], ReportRollouts([], 0, 0), "both")
+    both = page_data([read_run(folder), read_run(other)], ReportRollouts([], 0, 0, {}), "both")
     assert both["runs"][0]["ranks"] == {} and "Balance" not in [group["title"] for group in both["groups"]]
     assert "Balance" not in [group["title"] for group in chart_groups(["critic/score/mean"])]
 

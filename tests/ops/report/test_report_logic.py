@@ -23,6 +23,7 @@ ROLLOUTS = {
     "input": ["two plus two", "Three", "two plus two", "Three"],
     "output": ["it is four", "é FOUR", "five it", "three"],
     "gts": ["4", "3", "4", "3"],
+    "images": [None, ["a1"], None, ["a1"]],
     "source": ["sums", "names", "sums", "names"],
     "score": [1.0, None, 0.0, 0.5],
     "length": [3, 1, None, 9],
@@ -175,6 +176,7 @@ GROUPED = {
     "input": ["solved", "mixed", "failing", "mixed", "solved", "failing", "mixed", "mixed"],
     "score": [1.0, 1.0, 0.0, 0.0, 1.0, 0.0, 1.0, None],
     "length": [1, 8, 3, 4, 5, 6, 7, 2],
+    "images": [None] * 8,
 }
 
 
@@ -193,6 +195,27 @@ def test_description_of_a_group(call):
     assert call(describe, GROUPED, 1) == "2 answers, mean reward 0.5, standard deviation 0.7071"
     assert call(describe, GROUPED, 0) == "2 answers, all with reward 1"
     assert call(describe, GROUPED, 7) == "1 answer, none with a reward"
+
+
+def test_equal_texts_with_other_images_are_other_prompts(call):
+    images = [None, ["a1"], None, ["b2"], None, None, None, None]
+    sizes = "((rollouts) => groupAnswers(rollouts).of.map((group) => group.rows.length))"
+    assert call(sizes, GROUPED | {"images": images}) == [2, 1, 2, 1, 2, 2, 1, 1]
+    shared = call("sharedPrompts", ROLLOUTS | {"images": [None, ["a1"], None, ["b2"]]})
+    assert [prompt["input"] for prompt in shared] == ["two plus two"]
+
+
+def test_images_of_a_prompt_are_elements_in_order():
+    page, context = resources.files("megarl.ops.report").joinpath("page"), quickjs.Context()
+    made = "({ tag, name, text, parts: [], append(...parts) { this.parts.push(...parts); } })"
+    context.eval(f"var element = (tag, name, text) => {made};")
+    context.eval(page.joinpath("rollouts.js").read_text(encoding="utf-8"))
+    context.eval('var data = { thumbnails: { a1: "UklG" } };')
+    (box,) = json.loads(context.eval('JSON.stringify(imageElements(["a1", "b2"]))'))
+    image, text = box["parts"]
+    assert (image["tag"], image["src"], image["alt"]) == ("img", "data:image/webp;base64,UklG", "image 1 of 2")
+    assert (text["tag"], text["text"]) == ("span", "image 2 of 2: not kept")
+    assert context.eval("imageElements(null).length") == 0
 
 
 def test_sorting_puts_missing_values_last(call):
@@ -217,8 +240,8 @@ def test_colour_strength(call):
 
 def test_shared_prompts_of_runs(call):
     shared = call("sharedPrompts", ROLLOUTS)
-    assert [(prompt["input"], prompt["answers"]) for prompt in shared] == [
-        ("Three", {"0": [1], "1": [3]}), ("two plus two", {"0": [0], "1": [2]}),
+    assert [(prompt["input"], prompt["images"], prompt["answers"]) for prompt in shared] == [
+        ("Three", ["a1"], {"0": [1], "1": [3]}), ("two plus two", None, {"0": [0], "1": [2]}),
     ]  # fmt: skip
     several = {"step": [1, 5, 5, 9]}
     assert call("latestAnswers", several, [0, 1, 2, 3], "") == [3]

@@ -1,5 +1,7 @@
 """Selection and shortening of samples in the report."""
 
+import base64
+import io
 import json
 from itertools import pairwise
 
@@ -7,6 +9,8 @@ import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
+from PIL import Image
+from PIL.PngImagePlugin import PngInfo
 from report_runs import HOSTILE, sample
 
 from megarl.ops.report.rollouts import MAX_TEXT, read_rollouts, select_evenly, shorten, token_columns
@@ -99,6 +103,47 @@ def test_long_answer_is_cut_at_token_boundaries(counts, spans):
             assert len(set(piece)) == 1 and (ord(piece[0]) - 0x4E00) % 1000 == value
     kept = {letter for begin, end in row["masked"] or () for letter in row["output"][begin:end]}
     assert kept <= {letter for begin, end in masked for letter in text[begin:end]}
+
+
+def picture(width=20, height=10, color=(200, 30, 30), kind="PNG", **options):
+    file = io.BytesIO()
+    Image.new("RGB", (width, height), color).save(file, kind, **options)
+    return base64.b64encode(file.getvalue()).decode()
+
+
+def test_images_of_the_selected_rows_are_encoded_again(make_run):
+    """No byte of a file in the run's folder reaches the page, and what is no small picture is left out."""
+    note = PngInfo()
+    note.add_text("Comment", "taken")
+    large = picture(4000, 4000)
+    thumbnails = {"a1": picture(pnginfo=note), "b2": picture(161, 160), "c3": large, "d4": "?", "e5": [], "f6": "AAAA"}
+    first = sample(0, 1, images=[*thumbnails, "a1", HOSTILE, 7], thumbnails=thumbnails)
+    lines = [first, sample(1, 1, images="a1", thumbnails=[1]), sample(2, 1, images=["a1"])]
+    selection = read_rollouts([read_run(make_run(samples={1: lines}))], PLENTY)
+    assert [row["images"] for row in selection.rows] == [[*thumbnails, "a1", "", ""], None, ["a1"]]
+    assert all(row["extra"] == {} for row in selection.rows)
+    assert list(selection.thumbnails) == ["a1"]
+    shown = base64.b64decode(selection.thumbnails["a1"])
+    assert b"taken" in base64.b64decode(thumbnails["a1"]) and b"taken" not in shown
+    read = Image.open(io.BytesIO(shown))
+    assert (read.format, read.size) == ("WEBP", (20, 10))
+    assert np.abs(np.asarray(read, float) - (200, 30, 30)).max() < 8
+
+
+def test_thumbnails_take_a_quarter_of_the_budget(make_run):
+    noise = np.random.default_rng(0).integers(0, 256, (50, 160, 160, 3), dtype=np.uint8)
+    lines = []
+    for number, pixels in enumerate(noise):
+        file = io.BytesIO()
+        Image.fromarray(pixels).save(file, "WEBP")
+        stored = {f"{number:x}": base64.b64encode(file.getvalue()).decode()}
+        lines.append(sample(number, 1, images=list(stored), thumbnails=stored))
+    run = read_run(make_run(samples={1: lines}))
+    whole, half = (read_rollouts([run], budget) for budget in (PLENTY, 1_200_000))
+    assert len(whole.thumbnails) == len(half.rows) == 50
+    assert 0 < len(half.thumbnails) < 50 and sum(map(len, half.thumbnails.values())) <= 300_000
+    assert {"0", "31"} <= half.thumbnails.keys(), "an even selection"
+    assert read_rollouts([run], 0).thumbnails == {}
 
 
 def _only(line):

@@ -202,7 +202,7 @@ function chooseRows(rollouts, wanted, haystack, groups) {
 // Mean and standard deviation are those of the rewards; null without any.
 function groupAnswers(rollouts) {
   const groups = new Map(), of = rollouts.input.map((input, index) => {
-    const key = JSON.stringify([rollouts.run[index], rollouts.kind[index], rollouts.step[index], input]);
+    const key = JSON.stringify([rollouts.run[index], rollouts.kind[index], rollouts.step[index], input, rollouts.images[index]]);
     if (!groups.has(key)) groups.set(key, { rows: [], mean: null, deviation: null });
     groups.get(key).rows.push(index);
     return groups.get(key);
@@ -241,12 +241,12 @@ function searchText(rollouts, index) {
   return SEARCHED.map((field) => rollouts[field][index]).join("\n").toLowerCase();
 }
 
-// Prompts with answers of two runs or more: {kind, input, gts, answers: [row indices by run]}, the widest shared first.
+// Prompts with answers of two runs or more: {kind, input, images, gts, answers: [row indices by run]}, the widest shared first.
 function sharedPrompts(rollouts) {
   const prompts = new Map();
   rollouts.input.forEach((input, index) => {
-    const key = JSON.stringify([rollouts.kind[index], input]);
-    if (!prompts.has(key)) prompts.set(key, { kind: rollouts.kind[index], input, gts: rollouts.gts[index], answers: {} });
+    const images = rollouts.images[index], key = JSON.stringify([rollouts.kind[index], input, images]);
+    if (!prompts.has(key)) prompts.set(key, { kind: rollouts.kind[index], input, images, gts: rollouts.gts[index], answers: {} });
     const answers = prompts.get(key).answers, run = rollouts.run[index];
     (answers[run] = answers[run] || []).push(index);
   });

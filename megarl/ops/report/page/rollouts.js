@@ -56,7 +56,24 @@ function cellOf(name, index) {
   if (name === "advantage") return element("td", "number", formatNumber(value));
   if (name === "length") return element("td", "number", value === null ? "–" : String(value));
   if (name === "run") return element("td", "", data.runs[value].name);
-  return element("td", name === "source" ? "" : "text", value.slice(0, 300));
+  const cell = element("td", name === "source" ? "" : "text", value.slice(0, 300));
+  if (name === "input") cell.append(...imageElements(rollouts.images[index]));
+  return cell;
+}
+
+// Small copies of a prompt's images, in the order of its <image>; a text in place of one that was not kept.
+function imageElements(digests) {
+  if (!digests) return [];
+  const box = element("div", "images");
+  box.append(...digests.map((digest, number) => {
+    const name = `image ${number + 1} of ${digests.length}`, source = data.thumbnails[digest];
+    if (!source) return element("span", "quiet", `${name}: not kept`);
+    const image = element("img");
+    image.src = `data:image/webp;base64,${source}`;
+    image.alt = name;
+    return image;
+  }));
+  return [box];
 }
 
 function rowElements(index, columns) {
@@ -82,7 +99,7 @@ function groupHeading(index, before, width) {
   const row = element("tr", "group-row"), cell = element("th", "", `${rollouts.input[index].trim().slice(0, 160)} `);
   cell.colSpan = width;
   cell.scope = "rowgroup";
-  cell.append(element("span", "quiet", `step ${rollouts.step[index]}, ${describeGroup(group)}`));
+  cell.append(element("span", "quiet", `step ${rollouts.step[index]}, ${describeGroup(group)}`), ...imageElements(rollouts.images[index]));
   row.append(cell);
   return [row];
 }
@@ -213,6 +230,7 @@ function detailRow(index, width) {
   cell.colSpan = width;
   const block = (title, content) => cell.append(element("h5", "", title), content);
   block("Prompt", element("div", "plain", rollouts.input[index]));
+  cell.append(...imageElements(rollouts.images[index]));
   block("Answer", answerElement(index));
   if (rollouts.gts[index]) block("Ground truth", element("div", "plain", rollouts.gts[index]));
   const extra = Object.entries(rollouts.extra[index]);
@@ -330,6 +348,7 @@ function drawSideBySide() {
   find("side-count").textContent = found.length ? `prompt ${side.at + 1} of ${found.length}` : "No prompt has answers of two runs.";
   const prompt = found[side.at], grid = find("side-answers");
   find("side-prompt").textContent = prompt ? prompt.input : "";
+  find("side-prompt").append(...imageElements(prompt?.images));
   find("side-truth").textContent = prompt?.gts ? `Ground truth: ${prompt.gts}` : "";
   grid.replaceChildren(...(prompt ? data.runs.map((run, number) => sideColumn(run, prompt, number, step)) : []));
 }
