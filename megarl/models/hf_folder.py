@@ -2,9 +2,9 @@
 
 A file may stack a matrix or bias of all experts of a layer. The weight map has one tensor per expert. Families that
 declare it are published, and exported, with the other dimensions reversed: ``[experts, inputs, outputs]`` in the file
-for ``[outputs, inputs]``, in MXFP4 or not; gates and up projections may be side by side. Files of all families may have
+for ``[outputs, inputs]``, in MXFP4 or not; gates and up projections may be side by side. Other files may have
 transformers' own tensors, ``[experts, outputs, inputs]`` with the gates above the up projections, as Qwen3.5 is
-published; exports of families that do not declare it have one tensor per expert.
+published; exports of families that do not declare stacked tensors have one per expert.
 """
 
 from __future__ import annotations
@@ -196,8 +196,10 @@ def _as_float32(values: bytes, dtype: str) -> bytes:
 def _by_expert(tensors: dict[str, TensorEntry], config: ModelConfig) -> dict[str, TensorEntry]:
     """Replace tensors of a layer's experts by one entry per expert, under the weight map's names."""
     parts = stacked_parts(config)
-    if config.experts is not None and not parts:
-        _split_experts(tensors, config, config.experts)
+    if not parts:
+        if config.experts is not None:
+            _split_experts(tensors, config, config.experts)
+        return tensors
     shapes = WeightMap(config).hf_shapes()
     stacked = file_shapes(shapes, parts)
     # The shape of a square matrix, and of a bias, does not show the order of dimensions.
