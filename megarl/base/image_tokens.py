@@ -73,6 +73,15 @@ def image_places(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return packed >> 2 * _SIDE_BITS, packed >> _SIDE_BITS & _SIDE_MASK, packed & _SIDE_MASK
 
 
+def shown_images(ids: Sequence[int] | np.ndarray, images: Sequence[Image]) -> list[Image]:
+    """Return the images of which a sequence has tokens."""
+    if not images:
+        return []
+    values = np.asarray(ids, dtype=np.int64)
+    keys = set(image_places(values[values < 0])[0].tolist())
+    return [image for image in images if image.key in keys]
+
+
 def image_spans(ids: Sequence[int] | np.ndarray) -> list[ImageSpan]:
     """Find the images in a sequence of token ids.
 

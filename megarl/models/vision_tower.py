@@ -9,7 +9,7 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Iterable, Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import torch
@@ -24,8 +24,20 @@ from megarl.models.model_config import ModelConfig
 from megarl.models.partition import Piece
 from megarl.models.tower_class import tower_class
 
-HELD_BYTES = 2 << 30
+HOST_BYTES = 2 << 30
 """Features that stay in host memory, in bytes, if no current prompt has their image."""
+
+
+class _Features(NamedTuple):
+    """Features of an image, with facts that tell it from another image with the same key.
+
+    Attributes:
+        values: ``[tokens, 1 + deepstack, hidden]``.
+    """
+
+    columns: int
+    file_bytes: int
+    values: Tensor
 
 
 def load_tower(config: ModelConfig, folder: str | Path, device: torch.device, dtype: torch.dtype) -> torch.nn.Module:
@@ -74,28 +86,35 @@ class ImageFeatures:
         self._config, self._folder, self._device, self._dtype = config, folder, device, dtype
         self._processor = ImageProcessor(str(folder), options or {})
         self._tower: torch.nn.Module | None = None
-        self._features: OrderedDict[int, tuple[Image, Tensor]] = OrderedDict()
+        self._features: OrderedDict[int, _Features] = OrderedDict()
+
+    def load(self) -> None:
+        """Load the tower; otherwise the first image does."""
+        self._tower = self._tower or load_tower(self._config, self._folder, self._device, self._dtype)
 
     def add(self, images: Iterable[Image]) -> None:
-        """Compute the features of new images; drop the oldest others above :data:`HELD_BYTES`.
+        """Compute the features of new images; drop the oldest others above :data:`HOST_BYTES`.
 
         Raises:
             DataError: an image cannot be processed, has another number of tokens, or shares its key with another one.
         """
-        current = {image.key: image for image in images}
-        for key, image in current.items():
-            held = self._features.pop(key, None)
-            if held is not None and held[0] != image:
+        current = set[int]()
+        for image in images:
+            key = image.key
+            known = self._features.get(key)
+            if known is not None and (known.columns, known.file_bytes) != (image.columns, len(image.data)):
                 raise DataError(
                     f"two images have the key {key:x}, which token ids name them by; remove one of them from the data",
                     code="image.equal-keys",
                 )
-            self._features[key] = held or (image, self._compute(image))
-        size = sum(features.nbytes for _, features in self._features.values())
+            self._features[key] = known or _Features(image.columns, len(image.data), self._compute(image))
+            self._features.move_to_end(key)
+            current.add(key)
+        size = sum(features.values.nbytes for features in self._features.values())
         for key in [key for key in self._features if key not in current]:
-            if size <= HELD_BYTES:
+            if size <= HOST_BYTES:
                 break
-            size -= self._features.pop(key)[1].nbytes
+            size -= self._features.pop(key).values.nbytes
 
     def offload(self) -> None:
         """Move the tower's weights to host memory, until features are computed again."""
@@ -120,16 +139,18 @@ class ImageFeatures:
         shape = (len(at), 1 + self._config.vision.deepstack, self._config.hidden_size)
         features = torch.empty(shape, dtype=self._dtype)
         for key in np.unique(keys).tolist():
-            image, of_image = self._features[key]
-            chosen = keys == key
-            places = torch.from_numpy(rows[chosen] * image.columns + columns[chosen])
-            features[torch.from_numpy(chosen)] = of_image[places]
+            if key not in self._features:
+                text = f"a prompt has tokens of image {key:x}, and the batch lacks the image; keep its column 'images'"
+                raise DataError(text, code="image.not-in-batch")
+            of_image = torch.from_numpy(keys == key)
+            index = torch.from_numpy(rows * self._features[key].columns + columns)[of_image]
+            features[of_image] = self._features[key].values[index]
         return at, features
 
     @torch.no_grad()
     def _compute(self, image: Image) -> Tensor:
-        if self._tower is None:
-            self._tower = load_tower(self._config, self._folder, self._device, self._dtype)
+        self.load()
+        assert self._tower is not None
         self._tower.to(self._device)
         merge = self._processor.merge_size
         patches = torch.from_numpy(self._processor.patches(image)).to(self._device, self._dtype)

@@ -338,7 +338,7 @@ class _Samples:
     @functools.cached_property
     def prompts(self) -> list[np.ndarray]:
         """Token ids of each prompt."""
-        return [ids.numpy() for ids in self._batch.unpadded("prompts", torch.int32)]
+        return [ids.numpy() for ids in self._batch.unpadded("prompts")]
 
     @functools.cached_property
     def responses(self) -> list[np.ndarray]:

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field, replace
 from typing import Protocol, Self
 
 from megarl.base.errors import MegarlError, StepImpossible
-from megarl.base.image_tokens import Image
+from megarl.base.image_tokens import Image, shown_images
 from megarl.base.reductions import Smallest, Total
 from megarl.rollout.interface import Completion, Request, RolloutError, SamplingParams
 from megarl.rollout.request_scheduler import PendingRequest, RequestScheduler
@@ -281,7 +281,8 @@ class Router:
 
         Args:
             key: requests with one key share a prefix; empty = no shared prefix.
-            routes_from, prior, images: see :class:`~megarl.rollout.interface.Request`.
+            routes_from, prior: see :class:`~megarl.rollout.interface.Request`.
+            images: images of the conversation; the request has those whose tokens are in the prompt.
 
         Raises:
             NoReplicaLeft: all replicas are lost.
@@ -295,7 +296,7 @@ class Router:
         name = f"{self.client}-{self._count}"
         future: asyncio.Future[Completion] = asyncio.get_running_loop().create_future()
         entry = PendingRequest(
-            Request(name, prompt_ids, params, seed, prior, routes_from, images),
+            Request(name, prompt_ids, params, seed, prior, routes_from, shown_images(prompt_ids, images)),
             key or name,
             params.max_new_tokens,
             PROMPT_TOKEN_COST * len(prompt_ids),

@@ -15,6 +15,7 @@ from megarl.base.image_tokens import (
     image_places,
     image_spans,
     multimodal_positions,
+    shown_images,
     with_placeholders,
 )
 
@@ -97,3 +98,9 @@ def test_text_within_an_image_is_refused():
     ids = Image(b"x", 2, 3).token_ids
     with pytest.raises(ValueError, match="image"):
         image_spans([*ids[:3], 7, *ids[3:]])
+
+
+@given(sequences)
+def test_images_without_tokens_are_left_out(parts):
+    inside, outside = [part for part in parts if isinstance(part, Image)], Image(b"outside of all", 1, 1)
+    assert shown_images(ids_of(parts), [*inside, outside]) == inside

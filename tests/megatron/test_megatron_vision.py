@@ -7,13 +7,14 @@ from typing import Any
 
 import pytest
 import torch
-from engine_cases import Setup, assemble, engine, policy_loss
+from engine_cases import Setup, assemble, engine, forward, policy_loss, refusal
 from family_cases import in_checkpoint_names
 from support.distributed import Place
+from support.expected_errors import raises
 from support.release import of_release
 from support.vision_families import FAMILIES, save_family
 from support.vision_models import END, IMAGE, START, png
-from tiny_models import TEMPERATURE, Row
+from tiny_models import TEMPERATURE, Row, save_model
 from torch import Tensor
 
 from megarl.base.errors import DataError
@@ -178,6 +179,43 @@ def test_pictures_change_log_probs(studies):
         assert (first - twin).abs().max() > 1e-2
 
 
+def taught(place: Place, path: Path, row: Row, images: list[Image]) -> tuple[bool, bool]:
+    """Whether an optimizer step changes the decoder, and the features of an image that were not computed before."""
+    setup = Setup(ParallelLayout(), optimizer=OptimizerOptions(lr=1e-2))
+    with engine(place, path, setup) as built:
+        trained, fresh = (
+            ImageFeatures(read_model_config(path), path, torch.device("cpu"), torch.float32) for _ in range(2)
+        )
+        built.set_images(trained)
+        built.add_images(images[:1])
+        before = built.weights.to_host()
+        batch = PackedMicroBatch.from_rows([(row.prompt, row.response)], {"weights": row.weights})
+        built.forward_backward([batch], policy_loss, OutputOptions(with_entropy=True))
+        built.optimizer_step()
+        after, features = built.weights.to_host(), []
+        for each in (trained, fresh):
+            each.add(images[1:])
+            rows = each.rows(torch.tensor(images[1].token_ids))
+            assert rows is not None
+            features.append(rows[1])
+        return any(not before[name].equal(after[name]) for name in before), not features[0].equal(features[1])
+
+
+def test_training_changes_the_decoder_and_not_the_tower(pool, folder):
+    assert pool.run(taught, 1, folder.path, folder.rows[0], folder.images[:2]) == [(True, False)]
+
+
+def test_a_model_of_text_refuses_tokens_of_images(pool, folder, tmp_path):
+    save_model(tmp_path, "qwen2")
+    assert "image.text-model" in pool.run(refusal, 1, forward, tmp_path, Setup(ParallelLayout()), folder.rows[:1])[0]
+
+
+def test_an_image_that_is_not_in_the_batch_is_named(folder):
+    features = ImageFeatures(read_model_config(folder.path), folder.path, torch.device("cpu"), torch.float32)
+    with raises("image.not-in-batch", f"{folder.images[0].key:x}"):
+        features.rows(folder.rows[0].prompt)
+
+
 def test_features_do_not_depend_on_other_images(folder):
     config, path = read_model_config(folder.path), folder.path
     together, alone = (ImageFeatures(config, path, torch.device("cpu"), torch.float32) for _ in range(2))
@@ -200,6 +238,6 @@ def test_a_grid_of_another_processor_is_refused(folder):
 def test_least_used_features_are_dropped_first(folder, monkeypatch):
     features = ImageFeatures(read_model_config(folder.path), folder.path, torch.device("cpu"), torch.float32)
     features.add(folder.images[:3])
-    monkeypatch.setattr("megarl.models.vision_tower.HELD_BYTES", 32 * 4 * (8 + 6))
+    monkeypatch.setattr("megarl.models.vision_tower.HOST_BYTES", 32 * 4 * (8 + 6))
     features.add([folder.images[0]])  # of 8 tokens, and 6 of the second image are held
     assert [image.key in features for image in folder.images[:3]] == [True, False, False]

@@ -12,6 +12,7 @@ from tokenizers import Regex, Tokenizer, decoders, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 
 from megarl.base.errors import StepImpossible
+from megarl.base.image_tokens import Image
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.rewards import FailurePolicy, RewardManager, agent_score, exact_integer, in_driver
 from megarl.rewards.shaping import LengthShaping, OverlongPenalty
@@ -99,6 +100,22 @@ def test_function_gets_verls_arguments(tokenizer, batch_of):
     RewardManager(in_driver(fn), tokenizer).score(batch_of(("1+1=", "2", "2"), extra_info=[None]))
     RewardManager(in_driver(fn), tokenizer).score(batch_of(("1+1=", "2", "2")))
     assert [info for *_, info in seen] == [{}, {}]
+
+
+def test_prompts_show_where_images_are(tokenizer, batch_of):
+    """The ids of images need 64 bits: some would be tokens of text in 32."""
+    seen = []
+
+    def fn(data_source, solution_str, ground_truth, extra_info, prompt_str):
+        seen.append(prompt_str)
+        return 0
+
+    batch = batch_of(("1+", "2", "2"), ("1+", "2", "2"))
+    images = [Image(bytes([number]), 2, 2).token_ids for number in range(2)]
+    prompts = pad_left([[*ids, *row.tolist()] for ids, row in zip(images, batch.unpadded("prompts"), strict=True)])
+    mask = torch.cat([torch.ones(2, 4, dtype=torch.int64), batch.padded("attention_mask")], 1)
+    RewardManager(in_driver(fn), tokenizer).score(batch.with_columns({"prompts": prompts, "attention_mask": mask}))
+    assert seen == ["<image>1+", "<image>1+"]
 
 
 @pytest.mark.parametrize(

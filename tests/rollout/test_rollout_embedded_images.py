@@ -188,7 +188,7 @@ def test_an_interrupted_response_continues(vision, engine):
 
 
 def test_displaced_features_are_computed_again(vision, monkeypatch):
-    monkeypatch.setattr(vision_tower, "HELD_BYTES", 0)
+    monkeypatch.setattr(vision_tower, "HOST_BYTES", 0)
     engine = loaded(vision, max_num_seqs=1)
     requests = [request(name, [1], getattr(vision, name), [2]) for name in ("a", "b", "odd")]
     ended = []

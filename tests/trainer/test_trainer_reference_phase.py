@@ -202,6 +202,14 @@ def test_alignment_bonus_is_the_cosine_of_response_and_ground_truth(arithmetic, 
     assert len(request) == {1: 9, 4: 12, 2: 12}[layout.dp]
 
 
+def test_rows_and_ground_truths_keep_their_images(arithmetic, tokenizer):
+    reference = Reference(arithmetic / "model", ParallelLayout())
+    pictures = [[f"picture {row}"] for row in range(6)]
+    alignment(reference, tokenizer).run(batch().with_columns({}, {"images": pictures}), 5, {})
+    (request,) = reference.requests
+    assert list(request.non_tensor_batch["images"]) == [*pictures, pictures[0], pictures[2], pictures[4]]
+
+
 def test_quality_is_blended_before_the_alignment_bonus(arithmetic, tokenizer):
     reference = Reference(arithmetic / "model", ParallelLayout())
     both, metrics = shaping(ref_quality_score=QUALITY, repr_align=ALIGN), {}

@@ -148,6 +148,7 @@ class MegatronEngine:
         stage = self.runtime.coordinate.pp
         layers = self.runtime.layout.stage_layers(self.model.num_layers, stage)
         if stage == 0 or min(layers, default=self.model.num_layers) < self.model.vision.deepstack:
+            features.load()  # its memory is taken before an engine measures what is free
             self._runner.images = features
 
     def add_images(self, images: Iterable[Image]) -> None:

@@ -26,7 +26,7 @@ from megatron.core.pipeline_parallel.schedules import get_schedule_table
 from megatron.core.process_groups_config import ProcessGroupCollection
 from torch import Tensor
 
-from megarl.base.errors import ConfigError
+from megarl.base.errors import ConfigError, DataError
 from megarl.megatron.engine.faults import OutOfMemoryVote
 from megarl.megatron.engine.model import StageModel
 from megarl.megatron.engine.offload import PARAM, OffloadManager
@@ -246,6 +246,8 @@ class ScheduleRunner:
         """This rank's part of a micro-batch on the device, and all of it for a chunk that has outputs."""
         cp, device = self._runtime.layout.cp, self._runtime.device
         part = context_parallel_part(micro_batch, cp, self._runtime.coordinate.cp, self._multiple)
+        if part.positions.dim() > 1 and self._stage.position_rows is None:
+            raise DataError("a prompt has tokens of images, and the model sees none", code="image.text-model")
         if self.images is not None:
             # Sequence parallelism scatters the embeddings over the tensor-parallel ranks.
             rank = self._runtime.coordinate.tp if self._multiple > 1 else 0

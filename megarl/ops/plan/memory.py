@@ -235,8 +235,8 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
     updates = planned is not None and planned.updates
     if planned is not None or sends or not megatron.param_offload:
         yield Component(role.name, "weights", states.weights)
-    if stage.stage == 0:
-        yield Component(role.name, "vision tower", tower_bytes(role.model, role.dtype_bytes))
+        if stage.stage == 0:
+            yield Component(role.name, "vision tower", tower_bytes(role.model, role.dtype_bytes))
     activations = stage.activations[phase] if planned is not None else None
     # The optimizer of a single step is onloaded after the activations are freed.
     single_step = planned is not None and megatron.optimizer_offload and planned.optimizer_steps == 1
@@ -314,7 +314,7 @@ def _image_features(job: PlannedJob, role: PlannedRole) -> int:
     if role.model.vision is None or job.rollout is None:
         return 0
     tokens = -(-job.rollout.prompts // role.layout.dp) * job.longest_prompt
-    return tokens * role.model.hidden_size * role.dtype_bytes
+    return tokens * (1 + role.model.vision.deepstack) * role.model.hidden_size * role.dtype_bytes
 
 
 def _routes(job: PlannedJob, role: PlannedRole) -> int:

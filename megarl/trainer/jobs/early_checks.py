@@ -130,7 +130,7 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
         _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
     if config.uses_critic:
         critic = config.critic
-        _check_same_images(policy.model.path, str(critic.model.path), "critic.model.path")
+        check_same_images(policy.model.path, str(critic.model.path), "critic.model.path")
         _check_model(str(critic.model.path), critic.megatron, "critic.megatron", weights=weights)
         _check_adapters(
             str(critic.model.path), critic.model, critic.megatron, "critic.model", value_head=True, weights=weights
@@ -165,7 +165,7 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
                 f"{field}.model_path={path} has a scalar head; a teacher is a language model",
                 code="teacher.scalar-head",
             )
-        _check_same_images(student, path, f"{field}.model_path")
+        check_same_images(student, path, f"{field}.model_path")
         tokens = min(model.vocab_size, vocab_size)
         if loss.reads_teacher_hidden and tokens < vocab_size:
             raise ConfigError(
@@ -197,7 +197,7 @@ def _check_frozen_tower(config: TrainConfig) -> None:
         raise ConfigError(text, code="image.trained-tower")
 
 
-def _check_same_images(policy: str, other: str, key: str) -> None:
+def check_same_images(policy: str, other: str, key: str) -> None:
     """Check that another model, named by ``key``, sees the policy's images with the same tokens."""
     models = [read_model_config(path) for path in (policy, other)]
     if models[0].vision is None:
@@ -233,7 +233,7 @@ def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = 
             code="reward.no-scalar-head",
         )
     if isinstance(config, TrainConfig):
-        _check_same_images(config.actor_rollout_ref.model.path, path, "reward.model.path")
+        check_same_images(config.actor_rollout_ref.model.path, path, "reward.model.path")
     _check_model(path, config.reward.model.megatron, "reward.model.megatron", weights=weights)
 
 

@@ -25,6 +25,7 @@ from megarl.data.images import IMAGES, stored_images, stored_message
 from megarl.samples.reward_functions import runner_scorers
 from megarl.samples.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.tracking import validation_table
+from megarl.trainer.jobs.early_checks import check_same_images
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
 from megarl.trainer.jobs.output_folders import check_output_files
 from megarl.trainer.jobs.preflight import check_answers
@@ -64,6 +65,8 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
     check_output_files(config, step)
     loader = validation_loader(policy.with_model_folder, tokenizer)
     scores, longest = config.reward.model, longest_with_images(policy.with_model_folder)
+    if scores.enable:
+        check_same_images(policy.with_model_folder.actor_rollout_ref.model.path, str(scores.path), "reward.model.path")
     reader = SequenceReader(scores, tokenizer, longest) if scores.enable else None
     config = policy.config
     with open_job(config, output_dir) as session:

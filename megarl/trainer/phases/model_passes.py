@@ -19,6 +19,7 @@ from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import ReferenceGroup, TeacherGroup
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.data import DataProto, attention_mask_of, pad_right, sequence_lengths
+from megarl.data.images import IMAGES
 from megarl.data.remote_columns import RowMap, map_in_process
 from megarl.data.tokenizers import cut_middle, measured_tokens
 from megarl.workers.row_math import MASKS, counted_rows, entropy_of_rows, summary
@@ -183,7 +184,7 @@ class AlignmentPhase:
         similarity = torch.zeros(len(batch))
         compared = trained & torch.from_numpy(truths.of_row >= 0)
         if truths.batch is not None and compared.any():
-            responses = batch.select(COMPARED_COLUMNS, ())
+            responses = batch.present((*COMPARED_COLUMNS, IMAGES))
             vectors = self._representations(DataProto.concat([responses, truths.batch]))
             partners = vectors[len(batch) :][torch.from_numpy(truths.of_row)[compared]]
             similarity[compared] = row_cosine_similarity(vectors[: len(batch)][compared], partners).float()
@@ -224,7 +225,9 @@ class AlignmentPhase:
             "attention_mask": mask.to(batch.tensors.shapes["attention_mask"].dtype),
             "response_mask": mask[:, prompts.shape[1] :].to(batch.tensors.shapes["response_mask"].dtype),
         }
-        return GroundTruths(DataProto.from_dict(columns), of_row, num_truncated)
+        of_prompts = batch.non_tensor_batch
+        images = {IMAGES: [of_prompts[IMAGES][row] for row in first]} if IMAGES in of_prompts else {}
+        return GroundTruths(DataProto.from_dict(columns, images), of_row, num_truncated)
 
 
 def ground_truth_text(truth: Any) -> str:
