@@ -107,7 +107,7 @@ class ImageProcessor:
             DataError: the processor refuses the picture, for its aspect ratio for example, or it has too many tokens.
         """
         _, rows, columns = self._process(data, location)
-        return Image(data, rows, columns)
+        return Image.of(data, rows, columns)
 
     def patches(self, image: Image) -> np.ndarray:
         """Compute the input of the vision tower, ``[patches, values]`` float32.
