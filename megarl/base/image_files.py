@@ -29,6 +29,8 @@ MAX_PIXELS = 64 << 20
 """Most pixels of an image before it is resized."""
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 """Formats that are read; the decoders of others are not needed, and increase what a hostile file can attack."""
+_PLAIN_CHUNKS = (b"IHDR", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"IDAT", b"IEND")
+"""Chunks of a PNG that change no pixel in any reader; eXIf turns the picture in some, tRNS makes pixels transparent."""
 _MODES = ("RGB", "RGBA", "L", "LA", "P", "1")
 THUMBNAIL_SIDE = 160
 """Longest side of a thumbnail, in pixels."""
@@ -78,6 +80,29 @@ def decode_image(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> P
         ground = pil.new("RGBA", image.size, "white")
         image = pil.alpha_composite(ground, image)
     return image.convert("RGB")
+
+
+def lossless_png(data: bytes, location: str) -> bytes:
+    """Encode the pixels of :func:`decode_image` as a PNG that every reader decodes to the same ones.
+
+    Returns:
+        The file itself if it is such a PNG already.
+    """
+    if _is_plain_png(data):
+        return data
+    picture, file = decode_image(data, location), io.BytesIO()
+    picture.info.clear()  # color profiles would be stored
+    picture.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _is_plain_png(data: bytes) -> bool:
+    if not data.startswith(b"\x89PNG\r\n\x1a\n") or data[24:26] != b"\x08\x02":  # 8 bits, RGB
+        return False
+    place = 8
+    while data[place + 4 : place + 8] in _PLAIN_CHUNKS:
+        place += 12 + int.from_bytes(data[place : place + 4], "big")
+    return place == len(data)
 
 
 def thumbnail(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> bytes:
