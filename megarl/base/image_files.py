@@ -30,7 +30,7 @@ MAX_PIXELS = 64 << 20
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 """Formats that are read; the decoders of others are not needed, and increase what a hostile file can attack."""
 _PLAIN_CHUNKS = (b"IHDR", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"IDAT", b"IEND")
-"""Chunks of a PNG that change no pixel in any reader; eXIf turns the picture in some, tRNS makes pixels transparent."""
+"""Chunks of a PNG that PIL applies to no pixel; tRNS makes some transparent, and SGLang may turn pictures by eXIf."""
 _MODES = ("RGB", "RGBA", "L", "LA", "P", "1")
 THUMBNAIL_SIDE = 160
 """Longest side of a thumbnail, in pixels."""
