@@ -29,6 +29,8 @@ MAX_PIXELS = 64 << 20
 """Most pixels of an image before it is resized."""
 FORMATS = ("PNG", "JPEG", "WEBP", "BMP")
 """Formats that are read; the decoders of others are not needed, and increase what a hostile file can attack."""
+_PLAIN_CHUNKS = (b"IHDR", b"gAMA", b"cHRM", b"sRGB", b"pHYs", b"IDAT", b"IEND")
+"""Chunks of a PNG that PIL applies to no pixel; tRNS makes some transparent, and SGLang may turn pictures by eXIf."""
 _MODES = ("RGB", "RGBA", "L", "LA", "P", "1")
 THUMBNAIL_SIDE = 160
 """Longest side of a thumbnail, in pixels."""
@@ -80,6 +82,29 @@ def decode_image(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> P
     return image.convert("RGB")
 
 
+def lossless_png(data: bytes, location: str) -> bytes:
+    """Encode the pixels of :func:`decode_image` as a PNG that every reader decodes to the same ones.
+
+    Returns:
+        The file itself if it is such a PNG already.
+    """
+    if _is_plain_png(data):
+        return data
+    picture, file = decode_image(data, location), io.BytesIO()
+    picture.info.clear()  # color profiles would be stored
+    picture.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def _is_plain_png(data: bytes) -> bool:
+    if not data.startswith(b"\x89PNG\r\n\x1a\n") or data[24:26] != b"\x08\x02":  # 8 bits, RGB
+        return False
+    place = 8
+    while data[place + 4 : place + 8] in _PLAIN_CHUNKS:
+        place += 12 + int.from_bytes(data[place : place + 4], "big")
+    return place == len(data)
+
+
 def thumbnail(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> bytes:
     """Encode a small copy of an image as WebP, from its pixels alone; errors as in :func:`decode_image`."""
     picture, file = decode_image(data, location, most_pixels), io.BytesIO()
@@ -107,7 +132,7 @@ class ImageProcessor:
             DataError: the processor refuses the picture, for its aspect ratio for example, or it has too many tokens.
         """
         _, rows, columns = self._process(data, location)
-        return Image(data, rows, columns)
+        return Image.of(data, rows, columns)
 
     def patches(self, image: Image) -> np.ndarray:
         """Compute the input of the vision tower, ``[patches, values]`` float32.

@@ -24,21 +24,23 @@ LARGEST_SIDE = 1 << _SIDE_BITS
 
 
 class Image(NamedTuple):
-    """An image of a prompt.
+    """An image of a prompt; :meth:`of` computes its key.
 
     Attributes:
         data: the encoded file, such as a PNG.
         rows: rows of its tokens; a row has ``columns`` tokens.
+        key: digest of the file (:func:`image_key`), as the ids of its tokens contain it.
     """
 
     data: bytes
     rows: int
     columns: int
+    key: int
 
-    @property
-    def key(self) -> int:
-        """Digest of the file, as the ids of its tokens contain it."""
-        return image_key(self.data)
+    @classmethod
+    def of(cls, data: bytes, rows: int, columns: int) -> Image:
+        """Build the image of an encoded file."""
+        return cls(data, rows, columns, image_key(data))
 
     @property
     def token_ids(self) -> list[int]:

@@ -19,7 +19,7 @@ from megarl.base.image_tokens import (
     with_placeholders,
 )
 
-images = st.builds(Image, st.binary(max_size=8), st.integers(1, 6), st.integers(1, 6))
+images = st.builds(Image.of, st.binary(max_size=8), st.integers(1, 6), st.integers(1, 6))
 sequences = st.lists(st.one_of(st.integers(0, 2**31 - 1), images), max_size=12)
 
 
@@ -73,7 +73,7 @@ def test_placeholders(parts):
 
 @given(st.binary(max_size=8), st.integers(1, LARGEST_SIDE))
 def test_an_id_names_image_row_and_column(data, side):
-    for image in (Image(data, 1, side), Image(data, side, 1)):
+    for image in (Image.of(data, 1, side), Image.of(data, side, 1)):
         ids = np.array(image.token_ids)
         keys, rows, columns = image_places(ids)
         assert (ids < 0).all() and len(set(image.token_ids)) == side
@@ -91,11 +91,11 @@ def test_a_key_is_the_start_of_a_digest():
 @pytest.mark.parametrize("cut", [slice(1, None), slice(0, -1), slice(None, None, -1), slice(0, None, 2)])
 def test_a_part_of_an_image_is_refused(cut):
     with pytest.raises(ValueError, match="image"):
-        image_spans([5, *Image(b"x", 2, 3).token_ids[cut], 6])
+        image_spans([5, *Image.of(b"x", 2, 3).token_ids[cut], 6])
 
 
 def test_text_within_an_image_is_refused():
-    ids = Image(b"x", 2, 3).token_ids
+    ids = Image.of(b"x", 2, 3).token_ids
     with pytest.raises(ValueError, match="image"):
         image_spans([*ids[:3], 7, *ids[3:]])
 

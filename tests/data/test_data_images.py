@@ -136,7 +136,7 @@ def test_forms_of_an_entry(dataset, tmp_path, entry):
     path = tmp_path / "pictures" / "a.png"
     path.parent.mkdir()
     path.write_bytes(PICTURE)
-    assert dataset([row("<image>?", [entry(path)])])[0]["images"] == (Image(PICTURE, 2, 2),)
+    assert dataset([row("<image>?", [entry(path)])])[0]["images"] == (Image.of(PICTURE, 2, 2),)
 
 
 def test_parts_of_a_content(dataset, tmp_path):
@@ -274,7 +274,7 @@ def test_models_of_text_refuse_images(write, tokenizer, question_rows):
 def test_another_column_of_images(dataset, reader):
     rows = [row("<image>?", pictures=[IMAGE], images=[])]
     sample = dataset(rows, images=replace(reader, key="pictures"), media=("images",))[0]
-    assert sample["images"] == (Image(PICTURE, 2, 2),) and "pictures" not in sample
+    assert sample["images"] == (Image.of(PICTURE, 2, 2),) and "pictures" not in sample
     with raises("data.media-column", "'pictures'", "row 0"):
         dataset(rows, images=reader, media=("pictures",))
 
@@ -402,9 +402,9 @@ def test_user_data_sets_have_images(write, reader, vision_tokenizer, image_token
 
     rows = [row("<image>?", [IMAGE]), row("text", [])]
     data = build(rows)
-    assert data[0]["images"] == (Image(PICTURE, 2, 2),) and data[1]["images"] == ()
+    assert data[0]["images"] == (Image.of(PICTURE, 2, 2),) and data[1]["images"] == ()
     batch = CustomCollate(lambda samples: {"index": [s["index"] for s in samples]}, 0)([data[0], data[1]])
-    assert batch.non_tensor_batch["images"].tolist() == [(Image(PICTURE, 2, 2),), ()]
+    assert batch.non_tensor_batch["images"].tolist() == [(Image.of(PICTURE, 2, 2),), ()]
     with raises("data.prompt-too-long", "row 0"):
         build(rows, length=12)
     with raises("data.media-column", "'images', row 0"):

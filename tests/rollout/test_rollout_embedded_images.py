@@ -224,8 +224,8 @@ WRONG = {
     "rollout.image-missing": lambda v: replace(request("r", [1], v.a), images=[]),
     "rollout.image-unused": lambda v: replace(request("r", [1], v.a), images=[v.a, v.b]),
     "rollout.image-tokens": lambda v: replace(request("r", v.a), prompt_ids=v.a.token_ids[1:]),
-    "image.unknown-format": lambda v: request("r", [1], Image(b"no picture", 2, 2)),
-    "image.token-count": lambda v: request("r", [1], Image(v.a.data, v.a.columns, v.a.rows)),
+    "image.unknown-format": lambda v: request("r", [1], Image.of(b"no picture", 2, 2)),
+    "image.token-count": lambda v: request("r", [1], Image.of(v.a.data, v.a.columns, v.a.rows)),
     "rollout.token-id-range": lambda v: request("r", [VOCABULARY], v.a),
 }
 

@@ -1,22 +1,26 @@
 """Requests with images for SGLang, its arguments, and the vision tower in weight updates."""
 
 import base64
+import io
 from dataclasses import replace
 from types import SimpleNamespace
 
+import numpy as np
 import pytest
 import torch
+from PIL import Image as pil
 from support.expected_errors import raises
 from support.vision_models import END, IMAGE, START, png, save_vision_model
 
 from megarl.base.errors import ConfigError, ModelError, TeacherError, WeightSyncError
-from megarl.base.image_files import ImageProcessor
+from megarl.base.image_files import ImageProcessor, decode_image
+from megarl.base.image_tokens import Image
 from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.models import read_model_config
 from megarl.rollout import Request, RolloutError, SamplingParams, check_engine_model
 from megarl.rollout.interface import Completion, RequestRefused
-from megarl.rollout.sglang import options
-from megarl.rollout.sglang.backend import ResponseContext, parse_completion, request_payload
+from megarl.rollout.sglang import backend, options
+from megarl.rollout.sglang.backend import ImageURLs, ResponseContext, parse_completion, request_payload
 from megarl.rollout.sglang.http import _check_server_info
 from megarl.rollout.sglang.options import SGLangOptions, server_args
 from megarl.rollout.sglang.teacher import TeacherServers, TokenRow
@@ -53,6 +57,64 @@ def test_each_image_has_one_token_in_the_request(vision, request_with_images):
     assert files == [vision.second.data, vision.first.data, vision.first.data]
     text = Request("r", [1, 2], SamplingParams(3), 5)
     assert "image_data" not in payload_of(text, vision) and payload_of(text, vision)["input_ids"] == [1, 2]
+
+
+def sent_file(image, urls=None):
+    return base64.b64decode((urls or ImageURLs()).of(image).removeprefix("data:;base64,"))
+
+
+def encoded(picture, kind="PNG", **options):
+    file = io.BytesIO()
+    picture.save(file, kind, **options)
+    return file.getvalue()
+
+
+def noise(mode):
+    picture = pil.open(io.BytesIO(png(56, 84)))
+    if mode == "RGBA":
+        picture.putalpha(picture.convert("L"))
+    return picture.convert(mode)
+
+
+TURNED = pil.Exif()
+TURNED[274] = 6  # orientation: a quarter to the right
+FILES = {
+    "RGBA": lambda: encoded(noise("RGBA")),
+    "palette": lambda: encoded(noise("P"), transparency=bytes(range(256))),
+    "transparent color": lambda: encoded(noise("RGB"), transparency=noise("RGB").getpixel((3, 5))),
+    "grey": lambda: encoded(noise("L")),
+    "JPEG": lambda: encoded(noise("RGB"), "JPEG", exif=TURNED, icc_profile=b"profile"),
+    "turned": lambda: encoded(noise("RGB"), exif=TURNED),
+    "BMP": lambda: encoded(noise("RGB"), "BMP"),
+}
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_sglang_gets_the_pixels_of_training(vision, name):
+    image = Image.of(FILES[name](), 2, 3)
+    request = Request("r", [START, *image.token_ids, END], SamplingParams(3), 5, images=[image])
+    (url,) = payload_of(request, vision)["image_data"]
+    sent = pil.open(io.BytesIO(base64.b64decode(url.removeprefix("data:;base64,"))))
+    sent.load()
+    assert (sent.format, sent.mode, sent.info, dict(sent.getexif())) == ("PNG", "RGB", {}, {})
+    assert np.array_equal(np.asarray(sent), np.asarray(decode_image(image.data, name)))
+
+
+def test_an_opaque_png_is_sent_as_it_is():
+    for data in (png(56, 84), encoded(noise("RGB"), dpi=(72, 72)), encoded(noise("RGB"), optimize=True)):
+        assert sent_file(Image.of(data, 2, 3)) == data
+    longer = png(56, 84) + b"more"
+    assert sent_file(Image.of(longer, 2, 3)) != longer
+
+
+def test_the_last_used_urls_are_held(monkeypatch):
+    images, encodings = [Image.of(png(28, 28, seed), 1, 1) for seed in range(3)], []
+    monkeypatch.setattr(backend, "HELD_URL_BYTES", 2 * len(ImageURLs().of(images[0])) + 100)
+    monkeypatch.setattr(backend, "lossless_png", lambda data, _: encodings.append(data) or data)
+    urls = ImageURLs()
+    for number in (0, 1, 0, 2, 0, 1):  # 2 displaces 1, and the last one 2
+        assert sent_file(images[number], urls) == images[number].data
+    assert encodings == [images[number].data for number in (0, 1, 2, 1)]
 
 
 def test_a_continued_request_has_its_images(vision, request_with_images):

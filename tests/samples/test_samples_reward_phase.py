@@ -105,7 +105,7 @@ def test_the_same_tokenizer_reads_token_ids_directly(tokenizer, batch, arithmeti
 
 
 def test_a_reward_model_sees_whole_prompts_with_images(tokenizer, batch, arithmetic):
-    images = [(Image(b"a", 1, 1),), (), None, ()]
+    images = [(Image.of(b"a", 1, 1),), (), None, ()]
     with_images = batch.with_columns({}, {"images": images})
     model = arithmetic / "model"
     sequences, _ = SequenceReader(section(model), tokenizer, 64).read(with_images)

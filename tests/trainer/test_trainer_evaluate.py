@@ -130,7 +130,7 @@ def test_complete_good_answers_become_sft_data(tokenizer, batch, tmp_path):
 def test_best_answers_have_the_files_of_images(tokenizer, batch, tmp_path):
     parts = [{"type": "image"}, {"type": "text", "text": "?"}]
     prompts = [[{"role": "user", "content": parts if row < 3 else "x"}] for row in range(len(batch))]
-    images = [(Image(b"file", 1, 1),) if row < 3 else () for row in range(len(batch))]
+    images = [(Image.of(b"file", 1, 1),) if row < 3 else () for row in range(len(batch))]
     best = BestAnswers(BestAnswersConfig(str(tmp_path / "best.parquet")), tokenizer)
     best.add(batch.with_columns({}, {"raw_prompt": prompts, "images": images}))
     best.write()

@@ -103,7 +103,7 @@ def test_teachers_on_servers_take_no_images(train_config, squares, urls):  # noq
 def test_answers_are_stored_in_the_form_of_data_files(task, tmp_path):
     tokenizer = load_tokenizer(str(task / "model"))
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
-    image = Image(png(56, 56), 2, 2)
+    image = Image.of(png(56, 56), 2, 2)
     columns = {"raw_prompt": [[message], [{"role": "user", "content": "x"}]], "images": [(image,), ()]}
     ids = [[5], [6]]
     tensors = {

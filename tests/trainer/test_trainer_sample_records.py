@@ -207,7 +207,7 @@ def test_samples_of_the_report_are_whole_groups(uids, count, expected):
 def test_samples_with_images_have_digests_and_a_thumbnail_each(arithmetic, tmp_path):
     """Three prompts: two pictures, one of them damaged; one picture; none."""
     tokenizer = load_tokenizer(str(arithmetic / "model"))
-    seen, damaged = Image(png(320, 200), 2, 3), Image(png(56, 56)[:-2000], 1, 2)
+    seen, damaged = Image.of(png(320, 200), 2, 3), Image.of(png(56, 56)[:-2000], 1, 2)
     text, answer = tokenizer("3 + 3").input_ids, tokenizer("6").input_ids
     prompts = [[*text, *seen.token_ids, *damaged.token_ids], [*seen.token_ids, *text], text]
     lengths, responses = [len(ids) for ids in prompts], [answer] * 3

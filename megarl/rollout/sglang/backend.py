@@ -9,13 +9,15 @@ import contextlib
 import math
 import threading
 import time
+from collections import OrderedDict
 from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, TypeVar
 
 import numpy as np
 import psutil
 
-from megarl.base.image_tokens import image_spans, with_placeholders
+from megarl.base.image_files import lossless_png
+from megarl.base.image_tokens import Image, image_spans, with_placeholders
 from megarl.base.processes import READ_ERRORS
 from megarl.models.model_config import Experts, Vision
 from megarl.rollout.interface import Completion, EngineLost, Request, RequestRefused, RolloutError, SamplingParams
@@ -30,6 +32,8 @@ NAN_STOP = "NaN happened"
 """Stop string that SGLang reports for a response it ended because of NaN logits."""
 LONGEST_GAP_S = 2.0
 """A longer time between two checks counts as this: nobody looked at responses meanwhile."""
+HELD_URL_BYTES = 256 << 20
+"""Data URLs of images that stay in host memory, in bytes."""
 
 
 class ControlCall(NamedTuple):
@@ -176,8 +180,39 @@ class RequestLoop:
             self._loop.close()
 
 
+class ImageURLs:
+    """Data URLs of images as lossless PNGs, the last used ones held for the other samples of a prompt; thread-safe.
+
+    From the files themselves, SGLang would get other pixels than training: it drops transparency, which is white here,
+    and decodes a JPEG on the GPU.
+    """
+
+    def __init__(self) -> None:
+        self._urls: OrderedDict[int, str] = OrderedDict()
+        self._size = 0
+        self._lock = threading.Lock()
+
+    def of(self, image: Image) -> str:
+        """Return the URL of an image; errors as in :func:`megarl.base.image_files.decode_image`."""
+        with self._lock:  # of equal images at once, one is encoded
+            url = self._urls.pop(image.key, None)
+            if url is None:
+                file = lossless_png(image.data, f"image {image.key:x}")
+                url = f"data:;base64,{base64.b64encode(file).decode()}"
+                self._size += len(url)
+            self._urls[image.key] = url
+            while self._size > HELD_URL_BYTES:
+                self._size -= len(self._urls.popitem(last=False)[1])
+            return url
+
+
 def request_payload(
-    request: Request, rid: str, eos: frozenset[int], every_token: int, vision: Vision | None = None
+    request: Request,
+    rid: str,
+    eos: frozenset[int],
+    every_token: int,
+    vision: Vision | None = None,
+    urls: ImageURLs | None = None,
 ) -> dict[str, Any]:
     """Return SGLang's request fields of one request.
 
@@ -186,12 +221,12 @@ def request_payload(
     only by a filter that passes all tokens.
 
     An image has one token in ``input_ids``, which SGLang replaces by the number that its image processor computes.
-    Images are data URLs: SGLang takes base64 that begins with ``/``, as that of a JPEG does, for the path of a file.
 
     Args:
         rid: SGLang's id of the request; no id may be a prefix of another, since SGLang aborts by prefix.
         every_token: vocabulary size in deterministic mode, else 0.
         vision: of the model; None for models of text only.
+        urls: of images in other requests; None = none are held.
 
     Raises:
         RequestRefused: ``min_p`` in deterministic mode, whose sampler lacks it; or the text of a prompt with images,
@@ -223,23 +258,23 @@ def request_payload(
         sampling["sampling_seed"] = request.seed
     payload = {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "return_logprob": True, "rid": rid}
     if vision is not None and request.images:
-        payload |= _image_fields(request, vision.image_token)
+        payload |= _image_fields(request, vision.image_token, urls or ImageURLs())
     if request.routes_from is not None:
         payload |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
     return payload
 
 
-def _image_fields(request: Request, image_token: int) -> dict[str, Any]:
+def _image_fields(request: Request, image_token: int, urls: ImageURLs) -> dict[str, Any]:
     if image_token in request.prompt_ids:
         raise RequestRefused(
             f"request '{request.request_id}': the token {image_token}, which stands for an image, is in the text of a "
             "prompt with images, or in its response so far; SGLang would take it for another image",
             code="sglang.image-placeholder",
         )
-    urls = {image.key: f"data:;base64,{base64.b64encode(image.data).decode()}" for image in request.images}
+    files = {image.key: urls.of(image) for image in request.images}
     return {
         "input_ids": with_placeholders(request.prompt_ids, image_token, once=True),
-        "image_data": [urls[span.key] for span in image_spans(request.prompt_ids)],
+        "image_data": [files[span.key] for span in image_spans(request.prompt_ids)],
     }
 
 

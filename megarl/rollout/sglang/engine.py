@@ -8,6 +8,7 @@ import os
 import queue
 import time
 from collections.abc import Iterable, Sequence
+from functools import partial
 from typing import Any
 
 from megarl.base.errors import ConfigError, ModelError, WeightSyncError
@@ -35,6 +36,7 @@ from megarl.rollout.sglang.backend import (
     CLOSE_S,
     WATCH_S,
     CallWatch,
+    ImageURLs,
     RequestLoop,
     ResponseContext,
     SchedulerLiveness,
@@ -92,6 +94,7 @@ class SGLangEngine(RolloutEngine):
         self._eos = frozenset(options.end_tokens(folder))
         check_token_ids("eos_token_ids", self._eos, config.vocab_size)
         self._decodes = decodes(folder, options)
+        self._urls = ImageURLs()
         self._running: dict[str, RunningRequest] = {}
         # None interrupts a poll.
         self._ended: queue.SimpleQueue[tuple[RunningRequest, Completion | RolloutError] | None] = queue.SimpleQueue()
@@ -252,7 +255,9 @@ class SGLangEngine(RolloutEngine):
                 raise RolloutError("aborted before it was sent", code="rollout.request-aborted")
             every_token = self.config.vocab_size if self.options.seeded else 0
             rest = entry.request.remainder
-            payload = request_payload(rest, entry.rid, self._eos, every_token, self.config.vision)
+            build = partial(request_payload, rest, entry.rid, self._eos, every_token, self.config.vision, self._urls)
+            # Images are encoded in another thread, since other requests wait for the loop.
+            payload = await asyncio.to_thread(build) if rest.images else build()
             response = await self._backend.generate(payload)
             context = ResponseContext(self._eos, self.weight_version, self.config.experts)
             completion = parse_completion(rest, response, context)
