@@ -111,7 +111,7 @@ def test_prompts_show_where_images_are(tokenizer, batch_of):
         return 0
 
     batch = batch_of(("1+", "2", "2"), ("1+", "2", "2"))
-    images = [Image(bytes([number]), 2, 2).token_ids for number in range(2)]
+    images = [Image.of(bytes([number]), 2, 2).token_ids for number in range(2)]
     prompts = pad_left([[*ids, *row.tolist()] for ids, row in zip(images, batch.unpadded("prompts"), strict=True)])
     mask = torch.cat([torch.ones(2, 4, dtype=torch.int64), batch.padded("attention_mask")], 1)
     RewardManager(in_driver(fn), tokenizer).score(batch.with_columns({"prompts": prompts, "attention_mask": mask}))
