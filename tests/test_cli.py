@@ -335,7 +335,7 @@ def test_unknown_architecture_is_refused_before_the_job(job, tmp_path, capsys):
     path = model_folder(tmp_path / "model", architectures=["MambaForCausalLM"])
     assert cli.run_job("train", quickstart(f"actor_rollout_ref.model.path={path}")) == EXIT_BAD_INPUT
     error = capsys.readouterr().err
-    assert "[model.no-weight-map]" in error and "MambaForCausalLM" in error and "qwen2, qwen2_moe" in error
+    assert "[model.no-weight-map]" in error and "MambaForCausalLM" in error and "qwen2, qwen2_5_vl, qwen2_moe" in error
 
 
 def test_usage_lists_every_job_and_command_once(capsys):

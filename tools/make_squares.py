@@ -152,7 +152,7 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) ->
 
 def model_inputs(folder: Path, tokenizer: PreTrainedTokenizerFast, pictures: Sequence[Picture]) -> dict[str, Any]:
     """Return the prompts of pictures of one size, as transformers' model takes them."""
-    processor = AutoImageProcessor.from_pretrained(folder, backend="pil")
+    processor = AutoImageProcessor.from_pretrained(folder, backend="pil", trust_remote_code=False)
     pixels = processor(images=[Image.open(io.BytesIO(picture.png)) for picture in pictures], return_tensors="pt")
     message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": QUESTION}]}
     text = tokenizer.apply_chat_template([message], tokenize=False, add_generation_prompt=True)

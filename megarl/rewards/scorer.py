@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError
-from megarl.base.image_tokens import image_spans
 from megarl.base.logs import ProcessLogs
 from megarl.rewards.calling import FunctionSpec, LoadedFunction, RewardTask
 from megarl.rewards.outcome import Outcome
@@ -60,6 +59,8 @@ class TaskBuilder:
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, ids: TokenIds) -> str:
     """Decode token ids without special tokens; ``<image>`` stands for the tokens of an image."""
+    from megarl.base.image_tokens import image_spans  # numpy, which printing a configuration does not need
+
     numbers, parts, done = list(ids) if isinstance(ids, Sequence) else ids.tolist(), list[str](), 0
     for span in image_spans(numbers):
         parts += [str(tokenizer.decode(numbers[done : span.start], skip_special_tokens=True)), "<image>"]

@@ -102,5 +102,5 @@ def test_text_within_an_image_is_refused():
 
 @given(sequences)
 def test_images_without_tokens_are_left_out(parts):
-    inside, outside = [part for part in parts if isinstance(part, Image)], Image(b"outside of all", 1, 1)
+    inside, outside = [part for part in parts if isinstance(part, Image)], Image.of(b"outside of all", 1, 1)
     assert shown_images(ids_of(parts), [*inside, outside]) == inside

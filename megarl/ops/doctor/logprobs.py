@@ -295,11 +295,10 @@ class ReferenceModel:
     def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
-        local = {"local_files_only": True, "trust_remote_code": False}
         try:
-            sees_images = hasattr(AutoConfig.from_pretrained(str(folder), **local), "vision_config")
-            kind: Any = AutoModelForImageTextToText if sees_images else AutoModelForCausalLM
-            model = kind.from_pretrained(str(folder), dtype=dtype, **local)
+            config = AutoConfig.from_pretrained(str(folder), local_files_only=True, trust_remote_code=False)
+            kind: Any = AutoModelForImageTextToText if hasattr(config, "vision_config") else AutoModelForCausalLM
+            model = kind.from_pretrained(str(folder), dtype=dtype, local_files_only=True, trust_remote_code=False)
         except Exception as error:  # a malformed file raises any error there
             raise ModelError(
                 f"cannot load a language model from {folder}: {error}", code="doctor.model-not-loaded"
