@@ -37,11 +37,13 @@ class ImageReader:
     Attributes:
         token: the model's image token.
         key: column of a row's images, a list; an entry is one of the forms in verl's data sets.
+        was_checked: whether all images were read before, so that their headers are enough.
     """
 
     processor: ImageProcessor
     token: int
     key: str = IMAGES
+    was_checked: bool = False
 
     def read(
         self, messages: Sequence[Mapping[str, Any]], entries: Any, location: str, folder: str
@@ -86,7 +88,7 @@ class ImageReader:
             if source is None:
                 number, source = next(rest)
                 where = f"{location}, column {self.key!r}, image {number}"
-            images.append(self.processor.read(_load(source, where, folder), where))
+            images.append(self.processor.read(_load(source, where, folder), where, was_checked=self.was_checked))
         return shown, tuple(images)
 
     def identity(self, rows: Rows, prompt_key: str) -> str:

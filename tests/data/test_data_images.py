@@ -183,11 +183,11 @@ def test_a_template_that_writes_no_image_token_is_refused(dataset, reader, write
         RLHFDataset(path, tokenizer, 99, images=reader, media=())
 
 
-def header(width, height):
+def header(width, height, bits=8, kind=2):
     def chunk(name, data):
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
-    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    size = struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b""))
 
 
@@ -219,10 +219,20 @@ def test_bad_image_is_named_at_start(dataset, code):
         dataset([good, row("<image><image>", [{"bytes": PICTURE}, entry])])
 
 
+def test_pictures_are_decoded_at_start_alone(dataset, monkeypatch):
+    decoded = []
+    data = dataset([row("<image>?", [{"bytes": file}]) for file in (WIDE, TALL)])
+    monkeypatch.setattr("megarl.base.image_files.decode_image", lambda *_: decoded.append(1))
+    assert [data[number]["images"][0][:3] for number in (0, 1)] == [(WIDE, 2, 5), (TALL, 4, 3)] and not decoded
+
+
 def test_16_bits_and_too_many_bytes_are_refused(dataset, monkeypatch):
     deep = encoded(pil.fromarray(np.zeros((56, 56), np.uint16)), "PNG")
     with raises("image.color-mode", "row 0", "I;16"):
         dataset([row("<image>", [{"bytes": deep}])])
+    for kind, mode in ((2, "RGB;16B"), (4, "LA;16B"), (6, "RGBA;16B")):
+        with raises("image.color-mode", "row 0", mode):
+            dataset([row("<image>", [{"bytes": header(56, 56, 16, kind)}])])
     monkeypatch.setattr("megarl.base.image_files.MAX_BYTES", 100)
     with raises("image.too-many-bytes", "row 0", len(PICTURE), 100):
         dataset([row("<image>", [{"bytes": PICTURE}])])
@@ -317,9 +327,9 @@ def test_lengths_are_cached_by_images_and_settings(dataset, vision_tokenizer, re
     kind = type(reader.processor)
     process = kind.read
 
-    def counting(self, data, location):
+    def counting(self, data, location, was_checked=False):
         read.append(location)
-        return process(self, data, location)
+        return process(self, data, location, was_checked=was_checked)
 
     monkeypatch.setattr(kind, "read", counting)
 
