@@ -251,8 +251,8 @@ class RLHFDataset(RowDataset):
         return [name for name in self.source.columns if name not in (*used, *reserved)]
 
     def _check_lengths(self, drop: bool, workers: int | None) -> None:
-        measured = measure_lengths(self.source, PromptLengths(self.encoder, self.reader), workers)
-        lengths, images = measured[self._rows].T
+        measure = PromptLengths(self.encoder, self.reader)
+        lengths, images = measure_lengths(self.source, self._rows, measure, workers).T
         too_long = lengths > self.max_prompt_length
         uncut = too_long & ((images > 0) | (self.truncation == "error"))
         if uncut.any() and not drop:

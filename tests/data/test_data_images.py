@@ -22,7 +22,7 @@ from transformers import AutoImageProcessor, Qwen2_5_VLProcessor
 from megarl.base.image_files import ImageProcessor
 from megarl.base.image_tokens import Image, image_spans, with_placeholders
 from megarl.data import DataProto, RLHFDataset, check_files
-from megarl.data.dataset import CustomCollate, CustomPrompts
+from megarl.data.dataset import CustomCollate, CustomPrompts, sample_rows
 from megarl.data.images import ImageReader
 from megarl.data.rows import Rows
 from megarl.data.shared_prompts import DIGESTS, prompt_digests
@@ -349,6 +349,40 @@ def test_lengths_are_cached_by_images_and_settings(dataset, vision_tokenizer, re
     assert processed()[0] == first[0]
     smaller = replace(reader, processor=ImageProcessor(str(task / "model"), {"max_pixels": 56 * 56}))
     assert processed(images=smaller) == (first[0], len(dataset([row("<image>?", [IMAGE])])[0]["prompt_ids"]))
+
+
+def test_unselected_rows_are_not_decoded(dataset, monkeypatch):
+    rows = [row("<image>?", [IMAGE]), row("<image>?", [{"bytes": b"no picture"}]), row("<image>?", [{"bytes": WIDE}])]
+    (seed,) = [seed for seed in range(20) if sample_rows(3, 2, seed).tolist() == [0, 2]][:1]
+    for kept in (4096, 0):  # measured at each start, and cached
+        monkeypatch.setattr("megarl.data.lengths.KEPT_ROWS", kept)
+        first, chosen = dataset(rows, max_samples=1), dataset(rows, max_samples=2, sample_seed=seed)
+        assert len(first) == 1 and [chosen[number]["images"][0].data for number in (0, 1)] == [PICTURE, WIDE]
+        length = len(chosen[1]["prompt_ids"])
+        with raises("data.prompt-too-long", "row 2", length):
+            dataset(rows, max_samples=2, sample_seed=seed, max_prompt_length=length - 1)
+        with raises("image.unknown-format", "row 1"):
+            dataset(rows, max_samples=2)
+
+
+def test_fingerprints_read_no_embedded_image(write, reader, tmp_path):
+    part = {"type": "image", "image": {"bytes": PICTURE, "path": None}}
+    text = {"type": "text", "text": "?", "image": None}
+    rows = [
+        row([{"role": "user", "content": [part, text]}], [{"bytes": WIDE, "path": "a.png"}], other=[IMAGE]),
+        row([{"role": "user", "content": [text]}], None, other=None),
+        row([{"role": "user", "content": [text]}], [{"bytes": None, "path": "b.png"}], other=[]),
+    ]
+    source = Rows(write(filled(rows)), "prompt", parts=True, media=())
+    read = source.select(("images", "other", "nothing"), [0, 2, 1], has_bytes=False)
+    files = [[{"path": "a.png"}], [{"path": "b.png"}], None]
+    assert read == [{"images": f, "other": o, "nothing": None} for f, o in zip(files, [[{}], [], None], strict=True)]
+    (message,) = source.select(("prompt",), [0], has_bytes=False)[0]["prompt"]
+    assert [part.get("image") for part in message["content"]] == [{}, None]
+    before = [reader.identity(source, numbers, "prompt") for numbers in ([0, 1], [1, 2])]
+    (tmp_path / "b.png").write_bytes(TALL)
+    after = [reader.identity(source, numbers, "prompt") for numbers in ([0, 1], [1, 2])]
+    assert before[0] == after[0] and before[1] != after[1]
 
 
 def test_lengths_are_measured_in_processes(dataset, monkeypatch):
