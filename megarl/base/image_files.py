@@ -84,9 +84,9 @@ def _open(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> PIL.Imag
     if getattr(image, "n_frames", 1) > 1:
         text = f"{location}: the image has {getattr(image, 'n_frames')} frames, expected a single picture"  # noqa: B009
         raise DataError(text, code="image.animated")
-    # PIL reads 16 bits per channel as 8 in all modes but one.
-    deep = (str(tile.args) for tile in image.tile if image.format == "PNG" and ";16" in str(tile.args))
-    mode = next(deep, image.mode)
+    # PIL reads 16 bits per channel of a PNG as 8; only its decoder's argument has the depth.
+    stored = [str(tile.args) for tile in getattr(image, "tile", ())] if image.format == "PNG" else []
+    mode = next((mode for mode in stored if ";16" in mode), image.mode)
     if mode not in _MODES:
         text = f"{location}: the image has the color mode {mode!r}, expected one of {', '.join(_MODES)}, of 8 bits"
         raise DataError(text, code="image.color-mode")
