@@ -110,7 +110,8 @@ def find_model(path: str) -> EvaluatedModel:
         if any((exported / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
             source = open_source(exported)
         if source.config.vision is not None:
-            check_tower_shapes(source.path, source.config.vision, {n: view.shape for n, view in source.tower.items()})
+            shapes = {name: view.shape for name, view in source.tower.items()}
+            check_tower_shapes(source.initial or source.companions, source.config.vision, shapes)
     except MegarlError as error:
         raise CheckpointError(f"{KEY}={path}: {error.text}", code=error.code) from error
     warn_of_unused(source.path, source.left_out)
