@@ -8,8 +8,10 @@ from __future__ import annotations
 
 import difflib
 import io
+import sys
 import warnings
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import cached_property
 from pathlib import Path
@@ -47,6 +49,23 @@ def decode_image(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> P
     """
     from PIL import Image as pil
 
+    image = _open(data, location, most_pixels)
+    try:
+        image.load()
+    except Exception as error:
+        text = f"{location}: the image is truncated or damaged ({error!s:.120})"
+        raise DataError(text, code="image.damaged") from error
+    if image.mode in ("RGBA", "LA") or "transparency" in image.info:
+        image = image.convert("RGBA")
+        ground = pil.new("RGBA", image.size, "white")
+        image = pil.alpha_composite(ground, image)
+    return image.convert("RGB")
+
+
+def _open(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> PIL.Image.Image:
+    """Open an image by its header, which must pass the limits; errors as in :func:`decode_image`."""
+    from PIL import Image as pil
+
     if len(data) > MAX_BYTES:
         text = f"{location}: the image has {len(data)} bytes, at most {MAX_BYTES} are read"
         raise DataError(text, code="image.too-many-bytes")
@@ -67,19 +86,13 @@ def decode_image(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> P
     if getattr(image, "n_frames", 1) > 1:
         text = f"{location}: the image has {getattr(image, 'n_frames')} frames, expected a single picture"  # noqa: B009
         raise DataError(text, code="image.animated")
-    if image.mode not in _MODES:
-        text = f"{location}: the image has the color mode {image.mode!r}, expected one of {', '.join(_MODES)}"
+    # PIL reads 16 bits per channel of a PNG as 8; only its decoder's argument has the depth.
+    stored = [str(tile.args) for tile in getattr(image, "tile", ())] if image.format == "PNG" else []
+    mode = next((mode for mode in stored if ";16" in mode), image.mode)
+    if mode not in _MODES:
+        text = f"{location}: the image has the color mode {mode!r}, expected one of {', '.join(_MODES)}, of 8 bits"
         raise DataError(text, code="image.color-mode")
-    try:
-        image.load()
-    except Exception as error:
-        text = f"{location}: the image is truncated or damaged ({error!s:.120})"
-        raise DataError(text, code="image.damaged") from error
-    if image.mode in ("RGBA", "LA") or "transparency" in image.info:
-        image = image.convert("RGBA")
-        ground = pil.new("RGBA", image.size, "white")
-        image = pil.alpha_composite(ground, image)
-    return image.convert("RGB")
+    return image
 
 
 def lossless_png(data: bytes, location: str) -> bytes:
@@ -125,14 +138,17 @@ class ImageProcessor:
     folder: str
     options: Mapping[str, Any] = field(default_factory=dict)
 
-    def read(self, data: bytes, location: str) -> Image:
+    def read(self, data: bytes, location: str, *, was_checked: bool = False) -> Image:
         """Decode an image completely, and find its grid of tokens; errors as in :func:`decode_image`.
+
+        Args:
+            was_checked: whether the image was read before; its header is enough then.
 
         Raises:
             DataError: the processor refuses the picture, for its aspect ratio for example, or it has too many tokens.
         """
-        _, rows, columns = self._process(data, location)
-        return Image.of(data, rows, columns)
+        grid = self._resized_grid(data, location) if was_checked else None
+        return Image.of(data, *(grid or self._process(data, location)[1:]))
 
     def patches(self, image: Image) -> np.ndarray:
         """Compute the input of the vision tower, ``[patches, values]`` float32.
@@ -157,19 +173,26 @@ class ImageProcessor:
 
     def _process(self, data: bytes, location: str) -> tuple[np.ndarray, int, int]:
         picture = decode_image(data, location)
-        try:
+        with _named_refusal(picture, location):
             output = self._processor(images=[picture], return_tensors="np")
-        except ValueError as error:
-            text = f"{location}: the image processor refuses a picture of {picture.width} x {picture.height} pixels"
-            raise DataError(f"{text}: {error}", code="image.processor-refuses") from error
         _, height, width = output["image_grid_thw"][0].tolist()
         rows, columns = height // self.merge_size, width // self.merge_size
-        if max(rows, columns) > LARGEST_SIDE:
-            text = (
-                f"{location}: the image has {rows} x {columns} tokens, at most {LARGEST_SIDE} on a side; set max_pixels"
-            )
-            raise DataError(text, code="image.too-many-tokens")
+        _check_side(rows, columns, location)
         return output["pixel_values"], rows, columns
+
+    def _resized_grid(self, data: bytes, location: str) -> tuple[int, int] | None:
+        """Compute rows and columns from the header; None if the processor's module has no rule of Qwen's processors."""
+        processor = self._processor
+        resize = getattr(sys.modules[type(processor).__module__], "smart_resize", None)
+        if resize is None or not processor.do_resize:
+            return None
+        picture = _open(data, location)
+        factor, size = processor.patch_size * self.merge_size, processor.size
+        with _named_refusal(picture, location):
+            height, width = resize(picture.height, picture.width, factor, size["shortest_edge"], size["longest_edge"])
+        rows, columns = height // factor, width // factor
+        _check_side(rows, columns, location)
+        return rows, columns
 
     @cached_property
     def _processor(self) -> Any:
@@ -190,3 +213,18 @@ class ImageProcessor:
             )
             raise DataError(text, code="image.unknown-setting")
         return processor
+
+
+@contextmanager
+def _named_refusal(picture: PIL.Image.Image, location: str) -> Iterator[None]:
+    try:
+        yield
+    except ValueError as error:
+        text = f"{location}: the image processor refuses a picture of {picture.width} x {picture.height} pixels"
+        raise DataError(f"{text}: {error}", code="image.processor-refuses") from error
+
+
+def _check_side(rows: int, columns: int, location: str) -> None:
+    if max(rows, columns) > LARGEST_SIDE:
+        text = f"{location}: the image has {rows} x {columns} tokens, at most {LARGEST_SIDE} on a side; set max_pixels"
+        raise DataError(text, code="image.too-many-tokens")

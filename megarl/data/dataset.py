@@ -5,6 +5,7 @@ from __future__ import annotations
 import inspect
 import logging
 from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
 from typing import TYPE_CHECKING, Any, ClassVar
 
 import numpy as np
@@ -218,6 +219,8 @@ class RLHFDataset(RowDataset):
         unchecked = parts or prompt_room is not None or self.encoder.vocabulary.limit is not None
         if filter_overlong_prompts or truncation == "error" or unchecked:
             self._check_lengths(filter_overlong_prompts, workers)
+        if images is not None:
+            self.reader = replace(reader, images=replace(images, was_checked=True))
 
     def __getitem__(self, item: int) -> Sample:
         """Return a row: ``prompt_ids`` (token ids) and the non-tensor columns; ``index`` also counts dropped rows."""
@@ -248,8 +251,8 @@ class RLHFDataset(RowDataset):
         return [name for name in self.source.columns if name not in (*used, *reserved)]
 
     def _check_lengths(self, drop: bool, workers: int | None) -> None:
-        measured = measure_lengths(self.source, PromptLengths(self.encoder, self.reader), workers)
-        lengths, images = measured[self._rows].T
+        measure = PromptLengths(self.encoder, self.reader)
+        lengths, images = measure_lengths(self.source, self._rows, measure, workers).T
         too_long = lengths > self.max_prompt_length
         uncut = too_long & ((images > 0) | (self.truncation == "error"))
         if uncut.any() and not drop:

@@ -27,7 +27,7 @@ _PLACEHOLDERS = re.compile("(<image>|<video>)")
 _SOURCES = ("bytes", "image", "path")
 """Fields of an entry, or of a part of a message, that have an image; the first that is not null counts."""
 _FORM = 'the bytes of a file, its path, {"bytes": ...}, {"path": ...} or {"image": one of these}'
-_BLOCK = 32
+_BLOCK = 1024
 
 
 @dataclass(frozen=True)
@@ -37,11 +37,13 @@ class ImageReader:
     Attributes:
         token: the model's image token.
         key: column of a row's images, a list; an entry is one of the forms in verl's data sets.
+        was_checked: whether all images were read before, so that their headers are enough.
     """
 
     processor: ImageProcessor
     token: int
     key: str = IMAGES
+    was_checked: bool = False
 
     def read(
         self, messages: Sequence[Mapping[str, Any]], entries: Any, location: str, folder: str
@@ -86,17 +88,20 @@ class ImageReader:
             if source is None:
                 number, source = next(rest)
                 where = f"{location}, column {self.key!r}, image {number}"
-            images.append(self.processor.read(_load(source, where, folder), where))
+            images.append(self.processor.read(_load(source, where, folder), where, was_checked=self.was_checked))
         return shown, tuple(images)
 
-    def identity(self, rows: Rows, prompt_key: str) -> str:
-        """Fingerprint of everything besides the files of ``rows`` that determines their images."""
+    def identity(self, rows: Rows, numbers: Sequence[int], prompt_key: str) -> str:
+        """Fingerprint of everything besides the files of ``rows`` that determines the images of some rows.
+
+        Embedded images are not read.
+        """
         settings = Path(self.processor.folder) / "preprocessor_config.json"
         digest = hashlib.blake2b(settings.read_bytes() if settings.is_file() else b"", digest_size=16)
         digest.update(repr(sorted(self.processor.options.items())).encode())
-        for start in range(0, len(rows), _BLOCK):
-            block = rows.slice((self.key, prompt_key), start, min(start + _BLOCK, len(rows)))
-            for row, values in enumerate(block, start):
+        for start in range(0, len(numbers), _BLOCK):
+            block = numbers[start : start + _BLOCK]
+            for row, values in zip(block, rows.select((self.key, prompt_key), block, has_bytes=False), strict=True):
                 for path in self._paths(values, prompt_key, rows.folder(row)):
                     digest.update(_status(path).encode(errors="surrogatepass"))
         return digest.hexdigest()

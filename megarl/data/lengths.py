@@ -44,18 +44,18 @@ class PromptLengths:
         """Fingerprint of tokenizer, template and prompt columns."""
         return f"prompts and images|{self.encoder.identity}|{self.reader}"
 
-    def content(self, rows: Rows) -> str:
-        """Fingerprint of the rows, with the images that they name."""
+    def content(self, rows: Rows, numbers: Sequence[int]) -> str:
+        """Fingerprint of the files of images that the rows name."""
         images = self.reader.images
-        return rows.identity if images is None else f"{rows.identity}|{images.identity(rows, self.reader.key)}"
+        return "" if images is None else images.identity(rows, numbers, self.reader.key)
 
-    def __call__(self, rows: Rows, start: int, stop: int) -> list[tuple[int, int]]:
+    def __call__(self, rows: Rows, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Count the tokens and the images of each prompt."""
-        locations = [rows.location(row) for row in range(start, stop)]
-        values = rows.slice(self.reader.columns, start, stop)
+        locations = [rows.location(number) for number in numbers]
+        values = rows.select(self.reader.columns, numbers)
         prompts = [
-            self.reader.read(row, location, rows.folder(start + index))
-            for index, (row, location) in enumerate(zip(values, locations, strict=True))
+            self.reader.read(row, location, rows.folder(number))
+            for number, row, location in zip(numbers, values, locations, strict=True)
         ]
         ids = self.encoder.encode_all(prompts, locations)
         return [(len(own), len(prompt.images)) for own, prompt in zip(ids, prompts, strict=True)]
@@ -75,11 +75,11 @@ class PairLengths:
         """Fingerprint of tokenizer, template, prompt columns and response column."""
         return f"{self.prompts.identity}|responses|{self.responses.key}"
 
-    def __call__(self, rows: Rows, start: int, stop: int) -> list[tuple[int, int]]:
+    def __call__(self, rows: Rows, numbers: Sequence[int]) -> list[tuple[int, int]]:
         """Count each prompt's and response's tokens."""
-        locations = [rows.location(row) for row in range(start, stop)]
-        responses = self.responses.encode(rows.slice([self.responses.key], start, stop), locations)
-        prompts = self.prompts(rows, start, stop)
+        locations = [rows.location(number) for number in numbers]
+        responses = self.responses.encode(rows.select([self.responses.key], numbers), locations)
+        prompts = self.prompts(rows, numbers)
         return [(prompt, len(response.ids)) for (prompt, _), response in zip(prompts, responses, strict=True)]
 
 
@@ -96,10 +96,10 @@ class ConversationLengths:
         """Fingerprint of everything except the rows that determines the counts."""
         return self.encoder.identity
 
-    def __call__(self, rows: Rows, start: int, stop: int) -> Sequence[tuple[int, int]]:
+    def __call__(self, rows: Rows, numbers: Sequence[int]) -> Sequence[tuple[int, int]]:
         """Count the tokens of each conversation."""
-        values = rows.slice(self.encoder.reader.columns, start, stop)
-        encoded = [self.encoder.encode(row, rows.location(start + i)) for i, row in enumerate(values)]
+        values = rows.select(self.encoder.reader.columns, numbers)
+        encoded = [self.encoder.encode(row, rows.location(n)) for n, row in zip(numbers, values, strict=True)]
         return [(len(conversation.prompt), len(conversation.response.ids)) for conversation in encoded]
 
 
@@ -107,23 +107,27 @@ LengthMeasure = PromptLengths | PairLengths | ConversationLengths
 """Counts the tokens of rows; picklable."""
 
 
-def measure_lengths(rows: Rows, measure: LengthMeasure, workers: int | None = None) -> np.ndarray:
-    """Measure all rows, or load their lengths from the cache: ``[rows, counts]``.
+def measure_lengths(rows: Rows, numbers: np.ndarray, measure: LengthMeasure, workers: int | None = None) -> np.ndarray:
+    """Measure rows, or load their lengths from the cache: ``[rows, counts]``.
 
     Args:
+        numbers: of the rows, ascending.
         workers: processes; None = one per 16,384 rows, at most half of this process's cores.
 
     Raises:
         DataError: a row cannot be encoded; names it.
     """
-    if len(rows) < KEPT_ROWS // measure.cost:
-        return np.array(measure(rows, 0, len(rows)), dtype=np.int32)
-    content = f"{measure.content(rows) if isinstance(measure, PromptLengths) else rows.identity}|{measure.identity}"
+    chosen: list[int] = numbers.tolist()
+    if len(chosen) < KEPT_ROWS // measure.cost:
+        return np.array(measure(rows, chosen), dtype=np.int32).reshape(len(chosen), 2)
+    content = f"{rows.identity}|{measure.identity}|{digest(numbers.tobytes().hex())}"
+    if isinstance(measure, PromptLengths):
+        content += f"|{measure.content(rows, chosen)}"
     name = f"lengths-{digest('|'.join(map(os.path.abspath, rows.files)))}-{digest(measure.identity)}"
 
     def write(path: Path) -> None:
         with path.open("wb") as file:
-            np.save(file, _measure(rows, measure, workers))
+            np.save(file, _measure(rows, chosen, measure, workers))
 
     lengths: np.ndarray = np.load(rows.cache.entry(name, content, ".npy", write))
     return lengths
@@ -135,28 +139,28 @@ def default_workers(rows: int) -> int:
     return max(1, min(cores // 2, rows // ROWS_PER_WORKER))
 
 
-def _measure(rows: Rows, measure: LengthMeasure, workers: int | None) -> np.ndarray:
-    workers = workers or default_workers(len(rows) * measure.cost)
+def _measure(rows: Rows, numbers: Sequence[int], measure: LengthMeasure, workers: int | None) -> np.ndarray:
+    workers = workers or default_workers(len(numbers) * measure.cost)
     parts: list[np.ndarray] = []
-    with progress_bar(len(rows), "measuring rows") as advance:
-        for part in _parts(rows, measure, workers):
+    with progress_bar(len(numbers), "measuring rows") as advance:
+        for part in _parts(rows, numbers, measure, workers):
             parts.append(part)
             advance(len(part))
     return np.concatenate(parts)
 
 
-def _parts(rows: Rows, measure: LengthMeasure, workers: int) -> Iterator[np.ndarray]:
-    chunk = _CHUNK // measure.cost
-    spans = [(start, min(start + chunk, len(rows))) for start in range(0, len(rows), chunk)]
+def _parts(rows: Rows, numbers: Sequence[int], measure: LengthMeasure, workers: int) -> Iterator[np.ndarray]:
+    size = _CHUNK // measure.cost
+    chunks = [numbers[start : start + size] for start in range(0, len(numbers), size)]
     if workers == 1:
-        for start, stop in spans:
-            yield np.array(measure(rows, start, stop), dtype=np.int32)
+        for chunk in chunks:
+            yield np.array(measure(rows, chunk), dtype=np.int32)
         return
     # spawned, not forked: a fork lacks the tokenizer's threads
     context = multiprocessing.get_context("spawn")
     with ProcessPoolExecutor(workers, context, _init_process, (rows, measure)) as pool:
         try:
-            yield from pool.map(_measure_span, spans)
+            yield from pool.map(_measure_chunk, chunks)
         except BaseException:
             pool.shutdown(cancel_futures=True)
             raise
@@ -172,10 +176,10 @@ def _init_process(rows: Rows, measure: LengthMeasure) -> None:
     _work = rows, measure
 
 
-def _measure_span(span: tuple[int, int]) -> np.ndarray:
+def _measure_chunk(numbers: Sequence[int]) -> np.ndarray:
     assert _work is not None
     rows, measure = _work
-    return np.array(measure(rows, *span), dtype=np.int32)
+    return np.array(measure(rows, numbers), dtype=np.int32)
 
 
 @contextmanager

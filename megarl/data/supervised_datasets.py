@@ -147,10 +147,9 @@ class SFTDataset(RowDataset):
             if self.conversations is None
             else ConversationLengths(self.conversations)
         )
-        lengths = measure_lengths(self.source, measure, workers)
-        too_long = self._rows[lengths[self._rows].sum(axis=1) > self.max_length]
-        for row in too_long.tolist():
-            prompt, response = lengths[row].tolist()
+        lengths = measure_lengths(self.source, self._rows, measure, workers)
+        too_long = np.flatnonzero(lengths.sum(axis=1) > self.max_length)
+        for row, (prompt, response) in zip(self._rows[too_long].tolist(), lengths[too_long].tolist(), strict=True):
             described = " + ".join(map(self.encoder.describe, (prompt, response)))
             problem = f"{self.source.location(row)}: prompt and response have {described} tokens"
             if self.truncation == "error":

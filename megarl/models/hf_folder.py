@@ -134,7 +134,7 @@ def is_tower(config: ModelConfig, name: str) -> bool:
 def check_tower(folder: Path | str, config: ModelConfig, tensors: Iterable[str]) -> None:
     """Check that a model's vision tower is there, with the same tensors in each of its blocks.
 
-    Shapes are checked when the tower is loaded (:func:`megarl.models.vision_tower.load_tower`).
+    A job checks all names and shapes (:func:`megarl.models.tower_class.check_tower_shapes`), which needs torch.
 
     Raises:
         ModelError: the tower, or a tensor of a block, is missing; names it.

@@ -15,14 +15,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from megarl.base.errors import DataError, ModelError
+from megarl.base.errors import DataError
 from megarl.base.image_files import ImageProcessor
 from megarl.base.image_tokens import Image, image_places
 from megarl.models.hf_checkpoint import HFReader
 from megarl.models.hf_folder import ModelFolder, tensor_entries
 from megarl.models.model_config import ModelConfig
 from megarl.models.partition import Piece
-from megarl.models.tower_class import tower_class
+from megarl.models.tower_class import check_tower_shapes, tower_class
 
 HOST_BYTES = 2 << 30
 """Features that stay in host memory, in bytes, if no current prompt has their image."""
@@ -51,16 +51,12 @@ def load_tower(config: ModelConfig, folder: str | Path, device: torch.device, dt
     kind = tower_class(config.vision)
     tower: torch.nn.Module = kind(kind.config_class(**config.vision.settings))
     entries = {name: entry for name, entry in tensor_entries(Path(folder)).items() if name.startswith(prefix)}
+    check_tower_shapes(folder, config.vision, {name: entry.shape for name, entry in entries.items()})
     reader = HFReader(ModelFolder(Path(folder), config, entries))
     for name, parameter in tower.named_parameters():
-        entry = entries.get(prefix + name)
-        if entry is None or entry.shape != tuple(parameter.shape):
-            found = "is missing" if entry is None else f"has shape {list(entry.shape)}"
-            text = f"model folder {folder}: tensor '{prefix + name}' {found}, expected {list(parameter.shape)}"
-            raise ModelError(text, code="model.vision-tower")
-        zeros = (0,) * len(entry.shape)
+        zeros = (0,) * parameter.dim()
         # Buffers, such as rotary frequencies, stay in float32.
-        parameter.data = reader.read(Piece(prefix + name, zeros, entry.shape, zeros)).to(dtype)
+        parameter.data = reader.read(Piece(prefix + name, zeros, tuple(parameter.shape), zeros)).to(dtype)
     return tower.to(device).requires_grad_(False).eval()
 
 

@@ -1,15 +1,19 @@
-"""Thumbnails: bounded copies of pictures, without a byte of their files."""
+"""Images from their headers, and thumbnails: bounded copies of pictures, without a byte of their files."""
 
 import io
+import json
 
 import numpy as np
 import pytest
+from hypothesis import example, given, settings
+from hypothesis import strategies as st
 from PIL import Image
 from PIL.PngImagePlugin import PngInfo
 from support.expected_errors import raises
-from support.vision_models import png
+from support.vision_models import PROCESSOR, png
 
-from megarl.base.image_files import THUMBNAIL_SIDE, thumbnail
+from megarl.base.errors import DataError
+from megarl.base.image_files import THUMBNAIL_SIDE, ImageProcessor, thumbnail
 
 
 def opened(data):
@@ -44,3 +48,46 @@ def test_damaged_and_large_files_are_refused():
         thumbnail(png(64, 64)[:-2000], "row 3")
     with raises("image.too-many-pixels", "161 x 160", 160**2):
         thumbnail(png(160, 161), "x", 160**2)
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    path = tmp_path_factory.mktemp("processor")
+    (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
+    return str(path)
+
+
+SIDES, AREAS = st.integers(1, 420), st.integers(1, 300) | st.integers(1, 90_000)
+
+
+@settings(max_examples=60, deadline=None)
+@given(
+    height=SIDES, width=SIDES, patch=st.sampled_from((14, 16)), merge=st.integers(1, 3), areas=st.tuples(AREAS, AREAS)
+)
+@example(height=1, width=200, patch=14, merge=2, areas=(1, 50_000))
+@example(height=1, width=201, patch=14, merge=2, areas=(1, 50_000))
+@example(height=402, width=2, patch=14, merge=2, areas=(1, 50_000))
+def test_a_header_gives_the_grid_of_the_decoded_picture(folder, height, width, patch, merge, areas):
+    limits = {"min_pixels": min(areas), "max_pixels": max(areas)}
+    processor = ImageProcessor(folder, {"patch_size": patch, "merge_size": merge, **limits})
+    file, grids = io.BytesIO(), []
+    Image.new("L", (width, height)).save(file, "PNG")
+    for was_checked in (False, True):
+        try:
+            grids.append(processor.read(file.getvalue(), "row 0", was_checked=was_checked))
+        except DataError as error:
+            grids.append((error.code, str(error)))
+    assert grids[0] == grids[1]
+
+
+def test_a_header_passes_the_same_limits(folder):
+    file = io.BytesIO()
+    Image.new("CMYK", (64, 64)).save(file, "JPEG")
+    for data, code in ((file.getvalue(), "image.color-mode"), (b"no picture", "image.unknown-format")):
+        with raises(code, "row 7"):
+            ImageProcessor(folder).read(data, "row 7", was_checked=True)
+
+
+def test_a_processor_that_does_not_resize_reads_the_picture(folder):
+    fixed = ImageProcessor(folder, {"do_resize": False})
+    assert fixed.read(png(56, 84), "x", was_checked=True)[:3] == (png(56, 84), 2, 3)

@@ -22,7 +22,7 @@ from transformers import AutoImageProcessor, Qwen2_5_VLProcessor
 from megarl.base.image_files import ImageProcessor
 from megarl.base.image_tokens import Image, image_spans, with_placeholders
 from megarl.data import DataProto, RLHFDataset, check_files
-from megarl.data.dataset import CustomCollate, CustomPrompts
+from megarl.data.dataset import CustomCollate, CustomPrompts, sample_rows
 from megarl.data.images import ImageReader
 from megarl.data.rows import Rows
 from megarl.data.shared_prompts import DIGESTS, prompt_digests
@@ -183,11 +183,11 @@ def test_a_template_that_writes_no_image_token_is_refused(dataset, reader, write
         RLHFDataset(path, tokenizer, 99, images=reader, media=())
 
 
-def header(width, height):
+def header(width, height, bits=8, kind=2):
     def chunk(name, data):
         return struct.pack(">I", len(data)) + name + data + struct.pack(">I", zlib.crc32(name + data))
 
-    size = struct.pack(">IIBBBBB", width, height, 8, 2, 0, 0, 0)
+    size = struct.pack(">IIBBBBB", width, height, bits, kind, 0, 0, 0)
     return b"\x89PNG\r\n\x1a\n" + chunk(b"IHDR", size) + chunk(b"IDAT", zlib.compress(b""))
 
 
@@ -219,10 +219,20 @@ def test_bad_image_is_named_at_start(dataset, code):
         dataset([good, row("<image><image>", [{"bytes": PICTURE}, entry])])
 
 
+def test_pictures_are_decoded_at_start_alone(dataset, monkeypatch):
+    decoded = []
+    data = dataset([row("<image>?", [{"bytes": file}]) for file in (WIDE, TALL)])
+    monkeypatch.setattr("megarl.base.image_files.decode_image", lambda *_: decoded.append(1))
+    assert [data[number]["images"][0][:3] for number in (0, 1)] == [(WIDE, 2, 5), (TALL, 4, 3)] and not decoded
+
+
 def test_16_bits_and_too_many_bytes_are_refused(dataset, monkeypatch):
     deep = encoded(pil.fromarray(np.zeros((56, 56), np.uint16)), "PNG")
     with raises("image.color-mode", "row 0", "I;16"):
         dataset([row("<image>", [{"bytes": deep}])])
+    for kind, mode in ((2, "RGB;16B"), (4, "LA;16B"), (6, "RGBA;16B")):
+        with raises("image.color-mode", "row 0", mode):
+            dataset([row("<image>", [{"bytes": header(56, 56, 16, kind)}])])
     monkeypatch.setattr("megarl.base.image_files.MAX_BYTES", 100)
     with raises("image.too-many-bytes", "row 0", len(PICTURE), 100):
         dataset([row("<image>", [{"bytes": PICTURE}])])
@@ -317,9 +327,9 @@ def test_lengths_are_cached_by_images_and_settings(dataset, vision_tokenizer, re
     kind = type(reader.processor)
     process = kind.read
 
-    def counting(self, data, location):
+    def counting(self, data, location, was_checked=False):
         read.append(location)
-        return process(self, data, location)
+        return process(self, data, location, was_checked=was_checked)
 
     monkeypatch.setattr(kind, "read", counting)
 
@@ -339,6 +349,40 @@ def test_lengths_are_cached_by_images_and_settings(dataset, vision_tokenizer, re
     assert processed()[0] == first[0]
     smaller = replace(reader, processor=ImageProcessor(str(task / "model"), {"max_pixels": 56 * 56}))
     assert processed(images=smaller) == (first[0], len(dataset([row("<image>?", [IMAGE])])[0]["prompt_ids"]))
+
+
+def test_unselected_rows_are_not_decoded(dataset, monkeypatch):
+    rows = [row("<image>?", [IMAGE]), row("<image>?", [{"bytes": b"no picture"}]), row("<image>?", [{"bytes": WIDE}])]
+    (seed,) = [seed for seed in range(20) if sample_rows(3, 2, seed).tolist() == [0, 2]][:1]
+    for kept in (4096, 0):  # measured at each start, and cached
+        monkeypatch.setattr("megarl.data.lengths.KEPT_ROWS", kept)
+        first, chosen = dataset(rows, max_samples=1), dataset(rows, max_samples=2, sample_seed=seed)
+        assert len(first) == 1 and [chosen[number]["images"][0].data for number in (0, 1)] == [PICTURE, WIDE]
+        length = len(chosen[1]["prompt_ids"])
+        with raises("data.prompt-too-long", "row 2", length):
+            dataset(rows, max_samples=2, sample_seed=seed, max_prompt_length=length - 1)
+        with raises("image.unknown-format", "row 1"):
+            dataset(rows, max_samples=2)
+
+
+def test_fingerprints_read_no_embedded_image(write, reader, tmp_path):
+    part = {"type": "image", "image": {"bytes": PICTURE, "path": None}}
+    text = {"type": "text", "text": "?", "image": None}
+    rows = [
+        row([{"role": "user", "content": [part, text]}], [{"bytes": WIDE, "path": "a.png"}], other=[IMAGE]),
+        row([{"role": "user", "content": [text]}], None, other=None),
+        row([{"role": "user", "content": [text]}], [{"bytes": None, "path": "b.png"}], other=[]),
+    ]
+    source = Rows(write(filled(rows)), "prompt", parts=True, media=())
+    read = source.select(("images", "other", "nothing"), [0, 2, 1], has_bytes=False)
+    files = [[{"path": "a.png"}], [{"path": "b.png"}], None]
+    assert read == [{"images": f, "other": o, "nothing": None} for f, o in zip(files, [[{}], [], None], strict=True)]
+    (message,) = source.select(("prompt",), [0], has_bytes=False)[0]["prompt"]
+    assert [part.get("image") for part in message["content"]] == [{}, None]
+    before = [reader.identity(source, numbers, "prompt") for numbers in ([0, 1], [1, 2])]
+    (tmp_path / "b.png").write_bytes(TALL)
+    after = [reader.identity(source, numbers, "prompt") for numbers in ([0, 1], [1, 2])]
+    assert before[0] == after[0] and before[1] != after[1]
 
 
 def test_lengths_are_measured_in_processes(dataset, monkeypatch):

@@ -5,6 +5,8 @@ import shutil
 from typing import Any
 
 import pytest
+import torch
+from safetensors.torch import load_file, save_file
 from support.expected_errors import raises
 from support.vision_models import PROCESSOR, save_vision_model
 
@@ -13,6 +15,8 @@ from megarl.config.build import build
 from megarl.models import read_model_config
 from megarl.models.hf_folder import image_grid
 from megarl.trainer.jobs.early_checks import check_learners, check_reward_model
+from megarl.trainer.jobs.frozen_policy import find_model
+from megarl.trainer.jobs.preflight import check_towers
 
 
 @pytest.fixture(scope="module")
@@ -106,3 +110,25 @@ def test_both_spellings_of_a_processors_limits_are_read(tmp_path):
     (tmp_path / "preprocessor_config.json").write_text(json.dumps(size), encoding="utf-8")
     assert image_grid(tmp_path) == {"patch_size": 14, "merge_size": 2, "min_pixels": 784, "max_pixels": 50176}
     assert set(image_grid(tmp_path / "none").values()) == {None}
+
+
+@pytest.mark.parametrize(
+    ("part", "shape"), [("merger.mlp.0.weight", None), ("patch_embed.proj.weight", None), ("merger.ln_q.weight", (15,))]
+)
+def test_every_model_has_a_whole_tower(folder, tmp_path, part, shape):
+    partial = tmp_path / "partial"
+    shutil.copytree(folder, partial)
+    tensors = load_file(partial / "model.safetensors")
+    (name,) = [name for name in tensors if name.endswith(f"visual.{part}")]
+    whole = tensors.pop(name)
+    save_file(tensors | ({} if shape is None else {name: torch.zeros(shape)}), partial / "model.safetensors")
+    expected = ("model.vision-tower", partial, f"visual.{part}", list(whole.shape))
+    check_learners(config(partial))  # needs no torch, and finds nothing
+    check_towers(config(folder, folder, critic=folder, reward=str(folder)))
+    models = (config(partial), config(folder, partial), config(folder, critic=partial))
+    for one in (*models, config(folder, reward=str(partial))):
+        with raises(*expected):
+            check_towers(one)
+    find_model(str(folder))
+    with raises(expected[0], "actor_rollout_ref.model.path", *expected[1:]):
+        find_model(str(partial))

@@ -7,7 +7,7 @@ cache and then mapped: only used pages are in memory, and the system may drop th
 from __future__ import annotations
 
 from bisect import bisect_right
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from itertools import accumulate
 from pathlib import Path
 from typing import Any
@@ -45,13 +45,20 @@ class ColumnarSource:
         batch, offset = self._locate(number)
         return self._rows(self._batches[batch].slice(offset, 1))[0]
 
-    def values(self, names: list[str], start: int, stop: int) -> list[dict[str, Any]]:
-        """Return the existing columns among ``names`` of the rows in ``[start, stop)``."""
+    def values(self, names: list[str], start: int, stop: int, *, has_bytes: bool = True) -> list[dict[str, Any]]:
+        """Return the existing columns among ``names`` of the rows in ``[start, stop)``.
+
+        Args:
+            has_bytes: whether to read binary values; False = leave them out, and their fields in structs.
+        """
         present = [name for name in names if name in self.columns]
+        if not has_bytes:
+            present = [field.name for field in _without_bytes(map(self.schema.field, present))]
         rows: list[dict[str, Any]] = []
         while start < stop:
             batch, offset = self._locate(start)
             part = self._batches[batch].select(present).slice(offset, stop - start)
+            part = part if has_bytes else part.cast(pa.schema(_without_bytes(part.schema)))
             # a batch without columns has no length
             rows += self._rows(part) if present else [{} for _ in range(min(stop, self._ends[batch]) - start)]
             start = self._ends[batch]
@@ -86,6 +93,22 @@ def _has_nested_fields(type_: pa.DataType) -> bool:
         return False
     fields = {field.name: field.type for field in type_.value_type}
     return not fields.keys().isdisjoint(("role", "function")) and any(map(pa.types.is_nested, fields.values()))
+
+
+def _without_bytes(fields: Iterable[pa.Field]) -> list[pa.Field]:
+    """Remove binary fields, also in structs and lists."""
+    return [field.with_type(kind) for field in fields if (kind := _type_without_bytes(field.type)) is not None]
+
+
+def _type_without_bytes(type_: pa.DataType) -> pa.DataType | None:
+    if pa.types.is_binary(type_) or pa.types.is_large_binary(type_):
+        return None
+    if pa.types.is_struct(type_):
+        return pa.struct(_without_bytes(type_))
+    if pa.types.is_list(type_) or pa.types.is_large_list(type_):
+        kind = _type_without_bytes(type_.value_type)
+        return None if kind is None else (pa.list_ if pa.types.is_list(type_) else pa.large_list)(kind)
+    return type_
 
 
 def _without_nulls(value: Any) -> Any:

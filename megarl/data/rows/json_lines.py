@@ -57,8 +57,8 @@ class JsonLinesSource:
         """Return one row."""
         return dict(parse_json(self._text[self._starts[number] : self._starts[number + 1]]))
 
-    def values(self, names: list[str], start: int, stop: int) -> list[dict[str, Any]]:
-        """Return the existing columns among ``names`` of the rows in ``[start, stop)``."""
+    def values(self, names: list[str], start: int, stop: int, *, has_bytes: bool = True) -> list[dict[str, Any]]:
+        """Return the existing columns among ``names`` of the rows in ``[start, stop)``; JSON has no bytes."""
         rows = map(self.row, range(start, stop))
         return [{name: row[name] for name in names if name in row} for row in rows]
 

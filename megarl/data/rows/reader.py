@@ -6,7 +6,7 @@ import glob
 import os
 from bisect import bisect_right
 from collections.abc import Iterator, Sequence
-from itertools import accumulate
+from itertools import accumulate, groupby
 from pathlib import Path
 from typing import Any
 
@@ -208,15 +208,27 @@ class Rows:
         """Count the rows of each file."""
         return [len(source) for source in self._sources]
 
-    def slice(self, names: Sequence[str], start: int, stop: int) -> list[dict[str, Any]]:
-        """Return columns of the rows in ``[start, stop)``, None for columns that a file does not have."""
+    def slice(self, names: Sequence[str], start: int, stop: int, *, has_bytes: bool = True) -> list[dict[str, Any]]:
+        """Return columns of the rows in ``[start, stop)``, None for columns that a file does not have.
+
+        Args:
+            has_bytes: whether to read binary values, such as embedded images; False = as if there were none.
+        """
         rows: list[dict[str, Any]] = []
         while start < stop:
             file, number = self._locate(start)
             end = min(stop, self._ends[file])
-            rows += self._sources[file].values(list(names), number, number + end - start)
+            rows += self._sources[file].values(list(names), number, number + end - start, has_bytes=has_bytes)
             start = end
         return [dict.fromkeys(names) | values for values in rows]
+
+    def select(self, names: Sequence[str], numbers: Sequence[int], *, has_bytes: bool = True) -> list[dict[str, Any]]:
+        """Return columns of some rows, as :meth:`slice` does."""
+        rows: list[dict[str, Any]] = []
+        for _, run in groupby(enumerate(numbers), lambda pair: pair[1] - pair[0]):
+            (_, first), *others = run
+            rows += self.slice(names, first, first + 1 + len(others), has_bytes=has_bytes)
+        return rows
 
     def scan(self, name: str) -> Iterator[Any]:
         """Iterate over one column of all rows in small blocks; None if a file lacks it."""

@@ -28,7 +28,7 @@ from megarl.tracking import validation_table
 from megarl.trainer.jobs.early_checks import check_same_images
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
 from megarl.trainer.jobs.output_folders import check_output_files
-from megarl.trainer.jobs.preflight import check_answers
+from megarl.trainer.jobs.preflight import check_answers, check_towers
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.phases.data_loading import validation_loader
 from megarl.trainer.phases.end_tokens import policy_end_tokens
@@ -60,6 +60,7 @@ def run(config: EvaluateConfig, output_dir: Path) -> Metrics:
         MegarlError: an error in configuration, data, model, resources or a worker; all processes are ended.
     """
     policy = FrozenPolicy(config, output_dir)
+    check_towers(config)
     check_answers(config, policy.model.config)
     tokenizer, step = policy.tokenizer, policy.model.step
     check_output_files(config, step)

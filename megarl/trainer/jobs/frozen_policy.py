@@ -27,6 +27,7 @@ from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ModelConfig
 from megarl.models.carried_tensors import warn_of_unused
 from megarl.models.hf_folder import INDEX_FILE, SINGLE_FILE
+from megarl.models.tower_class import check_tower_shapes
 from megarl.samples.rollout_group import build_engines, restart_replicas, rollout_group
 from megarl.samples.rollouts import Rollouts
 from megarl.tracking import Console
@@ -100,7 +101,7 @@ def find_model(path: str) -> EvaluatedModel:
             contains such a folder. The last two may end in ``/latest``.
 
     Raises:
-        CheckpointError: there is no model, it is not complete, or it is a critic.
+        CheckpointError: there is no model, it or its vision tower is not complete, or it is a critic.
     """
     try:
         source = open_source(_resolve_pointer(Path(path)))
@@ -108,6 +109,9 @@ def find_model(path: str) -> EvaluatedModel:
         exported = source.path / HF_FOLDER
         if any((exported / name).is_file() for name in (SINGLE_FILE, INDEX_FILE)):
             source = open_source(exported)
+        if source.config.vision is not None:
+            shapes = {name: view.shape for name, view in source.tower.items()}
+            check_tower_shapes(source.initial or source.companions, source.config.vision, shapes)
     except MegarlError as error:
         raise CheckpointError(f"{KEY}={path}: {error.text}", code=error.code) from error
     warn_of_unused(source.path, source.left_out)

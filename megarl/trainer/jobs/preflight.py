@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from pathlib import Path
 
 from transformers import PreTrainedTokenizerBase
 
@@ -25,6 +26,8 @@ from megarl.config.schema.distillation import TeacherServerConfig
 from megarl.config.schema.jobs import SupervisedConfig
 from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ModelConfig, ParallelLayout, check_layout, read_model_config
+from megarl.models.hf_folder import tensor_entries
+from megarl.models.tower_class import check_tower_shapes
 from megarl.rollout import check_engine_model
 from megarl.rollout.settings import context_tokens, engine_options
 from megarl.rollout.sglang.options import CACHE_TOKENS
@@ -42,9 +45,30 @@ def check_train(config: TrainConfig) -> None:
     load_callbacks(config.trainer.callbacks)
     check_data_classes(config)
     check_algorithm(config)
+    check_towers(config)
     check_teacher_tokenizers(config)
     _check_teacher_servers(config)
     check_answers(config, read_model_config(config.actor_rollout_ref.model.path))
+
+
+def check_towers(config: TrainConfig | EvaluateConfig) -> None:
+    """Check the tensors of the vision towers of all models, except that of an evaluated policy.
+
+    Raises:
+        ModelError: a tensor is missing or has another shape; names it.
+    """
+    paths = {str(config.reward.model.path)} if config.reward.model.enable else set[str]()
+    if isinstance(config, TrainConfig):
+        paths.add(config.actor_rollout_ref.model.path)
+        if config.uses_critic:
+            paths.add(str(config.critic.model.path))
+        if config.distillation.enabled:
+            paths |= {str(teacher.model_path) for teacher in config.distillation.local_teachers.values()}
+    for path in sorted(paths):
+        vision = read_model_config(path).vision
+        if vision is not None:
+            entries = tensor_entries(Path(path), required=True)
+            check_tower_shapes(path, vision, {name: entry.shape for name, entry in entries.items()})
 
 
 def check_data_classes(config: TrainConfig) -> None:
