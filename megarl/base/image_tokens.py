@@ -69,7 +69,7 @@ def image_key(data: bytes) -> int:
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> (64 - _KEY_BITS)
 
 
-def image_places(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
+def unpack_ids(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     """Return the image keys, rows and columns of negative token ids ``[n]``."""
     packed = -1 - ids.astype(np.int64)
     return packed >> 2 * _SIDE_BITS, packed >> _SIDE_BITS & _SIDE_MASK, packed & _SIDE_MASK
@@ -80,7 +80,7 @@ def shown_images(ids: Sequence[int] | np.ndarray, images: Sequence[Image]) -> li
     if not images:
         return []
     values = np.asarray(ids, dtype=np.int64)
-    keys = set(image_places(values[values < 0])[0].tolist())
+    keys = set(unpack_ids(values[values < 0])[0].tolist())
     return [image for image in images if image.key in keys]
 
 
@@ -94,7 +94,7 @@ def image_spans(ids: Sequence[int] | np.ndarray) -> list[ImageSpan]:
     at = np.flatnonzero(values < 0)
     if not len(at):
         return []
-    keys, rows, columns = image_places(values[at])
+    keys, rows, columns = unpack_ids(values[at])
     first = np.flatnonzero((rows == 0) & (columns == 0))
     if not len(first) or first[0]:
         raise ValueError(f"the sequence begins within an image, at token {at[0]}")

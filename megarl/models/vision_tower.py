@@ -17,7 +17,7 @@ from torch import Tensor
 
 from megarl.base.errors import DataError
 from megarl.base.image_files import ImageProcessor
-from megarl.base.image_tokens import Image, image_places
+from megarl.base.image_tokens import Image, unpack_ids
 from megarl.models.hf_checkpoint import HFReader
 from megarl.models.hf_folder import ModelFolder, tensor_entries
 from megarl.models.model_config import ModelConfig
@@ -130,7 +130,7 @@ class ImageFeatures:
         at = (ids < 0).nonzero()[:, 0]
         if not len(at):
             return None
-        keys, rows, columns = image_places(ids[at].numpy())
+        keys, rows, columns = unpack_ids(ids[at].numpy())
         assert self._config.vision is not None
         shape = (len(at), 1 + self._config.vision.deepstack, self._config.hidden_size)
         features = torch.empty(shape, dtype=self._dtype)

@@ -12,10 +12,10 @@ from megarl.base.image_tokens import (
     Image,
     ImageSpan,
     image_key,
-    image_places,
     image_spans,
     multimodal_positions,
     shown_images,
+    unpack_ids,
     with_placeholders,
 )
 
@@ -75,7 +75,7 @@ def test_placeholders(parts):
 def test_an_id_names_image_row_and_column(data, side):
     for image in (Image.of(data, 1, side), Image.of(data, side, 1)):
         ids = np.array(image.token_ids)
-        keys, rows, columns = image_places(ids)
+        keys, rows, columns = unpack_ids(ids)
         assert (ids < 0).all() and len(set(image.token_ids)) == side
         assert set(keys.tolist()) == {image.key}
         assert rows.tolist() == (list(range(side)) if image.rows == side else [0] * side)

@@ -4,7 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from support import vision_models
+from support import vision_families, vision_models
+from support.vision_families import as_published, save_family
 from support.vision_models import END, IMAGE, START, VOCABULARY, png, save_vision_model
 from tokenizers import Tokenizer, models
 from transformers import PreTrainedTokenizerFast
@@ -83,15 +84,25 @@ def test_sglang_has_the_arguments(sent):
     assert set(server_args(sent.folder, 64, engine)) <= server_arg_names()
 
 
-def saved(folder, monkeypatch, seed):
+def saved(folder, monkeypatch, seed, family):
     """A model of the sizes that SGLang needs on a CPU, with a tokenizer; its weights follow from the seed."""
-    monkeypatch.setitem(vision_models.TOWER, "out_hidden_size", 64)
-    positions = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
-    model = save_vision_model(folder, hidden_size=64, rope_parameters=positions)
+    if family == "qwen2_5_vl":
+        monkeypatch.setitem(vision_models.TOWER, "out_hidden_size", 64)
+        positions = {"rope_type": "default", "mrope_section": [2, 3, 3], "rope_theta": 10000.0}
+        model = save_vision_model(folder, hidden_size=64, rope_parameters=positions)
+    else:
+        text, tower = vision_families.TEXTS[family], vision_families.TOWERS[family]
+        sizes = {"hidden_size": 64} | ({"moe_intermediate_size": 96} if "moe_intermediate_size" in text else {})
+        monkeypatch.setitem(vision_families.TEXTS, family, text | sizes)
+        # SGLang's model with experts adds the features of three layers, as published ones have.
+        layers = {"out_hidden_size": 64, "deepstack_visual_indexes": [0, 1, 2]}
+        monkeypatch.setitem(vision_families.TOWERS, family, tower | layers)
+        model = save_family(folder, family)
     with torch.no_grad():
         for parameter in model.model.language_model.parameters():
             parameter.add_(0.02 * seed * torch.ones_like(parameter).cumsum(0).sin())
     model.save_pretrained(folder)
+    as_published(folder, family)
     special = {1: "<|endoftext|>", IMAGE: "<|image_pad|>", IMAGE + 1: "<|video_pad|>"}
     special |= {START: "<|vision_start|>", END: "<|vision_end|>"}
     words = {special.get(number, f"word{number}"): number for number in range(VOCABULARY)}
@@ -103,9 +114,10 @@ def saved(folder, monkeypatch, seed):
     return str(folder)
 
 
-def test_sglang_generates_as_the_embedded_engine_does(tmp_path, monkeypatch):
+@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
+def test_sglang_generates_as_the_embedded_engine_does(tmp_path, monkeypatch, family):
     """After loading a folder, and after a sync of the language model alone; options reach SGLang's image processor."""
-    first, second = (saved(tmp_path / str(seed), monkeypatch, seed) for seed in range(2))
+    first, second = (saved(tmp_path / str(seed), monkeypatch, seed, family) for seed in range(2))
     image_options = {"max_pixels": 28 * 28 * 16}
     read = ImageProcessor(first, image_options).read
     images = [read(png(140, 84), "0"), read(png(56, 112, 1), "1"), read(png(300, 280, 2), "large")]

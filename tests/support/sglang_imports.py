@@ -11,7 +11,7 @@ from megarl.base.child_process import environment_variables
 
 MODELS = {
     *("deepseek_v2", "gemma3_causal", "glm4_moe", "llama", "olmo2", "olmoe"),
-    *("qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe"),
+    *("qwen2", "qwen2_5_vl", "qwen2_moe", "qwen3", "qwen3_moe", "qwen3_vl", "qwen3_vl_moe"),
 }
 """Modules of ``sglang.srt.models``; SGLang refuses the models of the others."""
 

@@ -78,11 +78,16 @@ def save_family(path: Path, family: str) -> Any:
                 parameter.add_(0.1 * torch.randn_like(parameter))
         model.lm_head.weight[IMAGE] = 0.0  # so that no greedy response has a token of an image
     model.save_pretrained(path)
-    if family == "qwen3_vl_moe":  # transformers writes its own matrices, and reads both
-        published = {n: t.mT.contiguous() if ".experts." in n else t for n, t in tensors_of(path).items()}
-        save_file(published, path / "model.safetensors", metadata={"format": "pt"})
+    as_published(path, family)
     (path / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
     return model
+
+
+def as_published(path: Path, family: str) -> None:
+    """Give the experts of Qwen3-VL the published form: transformers writes its own matrices, and reads both."""
+    if family == "qwen3_vl_moe":
+        published = {n: t.mT.contiguous() if ".experts." in n else t for n, t in tensors_of(path).items()}
+        save_file(published, path / "model.safetensors", metadata={"format": "pt"})
 
 
 def with_module_names(path: Path, model: Any) -> None:
