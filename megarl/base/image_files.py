@@ -166,6 +166,11 @@ class ImageProcessor:
             )
         return values
 
+    @property
+    def settings_file(self) -> Path:
+        """File of the folder with its settings."""
+        return Path(self.folder) / "preprocessor_config.json"
+
     @cached_property
     def merge_size(self) -> int:
         """Patches along each side of the square that becomes a token."""
@@ -198,8 +203,8 @@ class ImageProcessor:
     def _processor(self) -> Any:
         from transformers import AutoImageProcessor
 
-        if not (Path(self.folder) / "preprocessor_config.json").is_file():
-            text = f"{self.folder} has no preprocessor_config.json, which a model with images needs; copy it there"
+        if not self.settings_file.is_file():
+            text = f"{self.folder} has no {self.settings_file.name}, which a model with images needs; copy it there"
             raise DataError(text, code="image.no-processor")
         processor = AutoImageProcessor.from_pretrained(
             self.folder, backend="pil", local_files_only=True, trust_remote_code=False, **self.options

@@ -22,6 +22,9 @@ _KEY_BITS = 63 - 2 * _SIDE_BITS
 LARGEST_SIDE = 1 << _SIDE_BITS
 """Most rows, and most columns, of an image's tokens."""
 
+PLACEHOLDER = "<image>"
+"""Text that stands for an image, as in verl's data sets."""
+
 
 class Image(NamedTuple):
     """An image of a prompt; :meth:`of` computes its key.

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 
 from megarl.base.errors import DataError
 from megarl.base.image_files import MAX_BYTES, ImageProcessor
-from megarl.base.image_tokens import Image
+from megarl.base.image_tokens import PLACEHOLDER, Image
 
 if TYPE_CHECKING:
     from megarl.data.rows.reader import Rows
@@ -21,8 +21,6 @@ IMAGES = "images"
 """Column of a batch with the images of each prompt, a tuple of :class:`~megarl.base.image_tokens.Image`."""
 IMAGE_COUNTS = "image_counts"
 """Column of a batch with the number of images of each row, ``[b]`` int64."""
-PLACEHOLDER = "<image>"
-"""Text that stands for an image, as in verl's data sets."""
 _PLACEHOLDERS = re.compile("(<image>|<video>)")
 _SOURCES = ("bytes", "image", "path")
 """Fields of an entry, or of a part of a message, that have an image; the first that is not null counts."""
@@ -96,7 +94,7 @@ class ImageReader:
 
         Embedded images are not read.
         """
-        settings = Path(self.processor.folder) / "preprocessor_config.json"
+        settings = self.processor.settings_file
         digest = hashlib.blake2b(settings.read_bytes() if settings.is_file() else b"", digest_size=16)
         digest.update(repr(sorted(self.processor.options.items())).encode())
         for start in range(0, len(numbers), _BLOCK):

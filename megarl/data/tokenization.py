@@ -10,9 +10,9 @@ from dataclasses import dataclass, field
 from typing import TYPE_CHECKING, Any, NamedTuple
 
 from megarl.base.errors import DataError
-from megarl.base.image_tokens import Image
+from megarl.base.image_tokens import PLACEHOLDER, Image
 from megarl.base.json_text import parse_json
-from megarl.data.images import PLACEHOLDER, ImageReader, with_image_tokens
+from megarl.data.images import ImageReader, with_image_tokens
 from megarl.data.tokenizers import control_tokens, cut_middle, fewest_tokens, measured_tokens
 
 if TYPE_CHECKING:

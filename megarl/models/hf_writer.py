@@ -29,6 +29,7 @@ from megarl.models.hf_checkpoint import HFReader, region
 from megarl.models.hf_folder import (
     HEAD,
     INDEX_FILE,
+    PROCESSOR_FILE,
     SCORE,
     SCORE_BIAS,
     SINGLE_FILE,
@@ -50,7 +51,7 @@ COPIED_FILES = (
     "special_tokens_map.json",
     "added_tokens.json",
     "chat_template*",
-    "preprocessor_config.json",
+    PROCESSOR_FILE,
     "video_preprocessor_config.json",
     "processor_config.json",
     GENERATION_FILE,

@@ -84,9 +84,11 @@ class ImageFeatures:
         self._tower: torch.nn.Module | None = None
         self._features: OrderedDict[int, _Features] = OrderedDict()
 
-    def load(self) -> None:
-        """Load the tower; otherwise the first image does."""
-        self._tower = self._tower or load_tower(self._config, self._folder, self._device, self._dtype)
+    def load(self) -> torch.nn.Module:
+        """Return the tower; the first call loads it."""
+        if self._tower is None:
+            self._tower = load_tower(self._config, self._folder, self._device, self._dtype)
+        return self._tower
 
     def add(self, images: Iterable[Image]) -> None:
         """Compute the features of new images; drop the oldest others above :data:`HOST_BYTES`.
@@ -126,6 +128,9 @@ class ImageFeatures:
         Returns:
             Indices of the tokens ``[n]`` int64, and features ``[n, 1 + deepstack, hidden]``: those that replace the
             embedding, then those that are added after each of the first decoder layers.
+
+        Raises:
+            DataError: the features of an image were not added.
         """
         at = (ids < 0).nonzero()[:, 0]
         if not len(at):
@@ -145,11 +150,9 @@ class ImageFeatures:
 
     @torch.no_grad()
     def _compute(self, image: Image) -> Tensor:
-        self.load()
-        assert self._tower is not None
-        self._tower.to(self._device)
+        tower = self.load().to(self._device)
         merge = self._processor.merge_size
         patches = torch.from_numpy(self._processor.patches(image)).to(self._device, self._dtype)
         grid = torch.tensor([[1, image.rows * merge, image.columns * merge]], device=self._device)
-        output = self._tower(patches, grid_thw=grid)
+        output = tower(patches, grid_thw=grid)
         return torch.stack([output.pooler_output, *getattr(output, "deepstack_features", ())], 1).to("cpu", self._dtype)

@@ -59,11 +59,11 @@ class TaskBuilder:
 
 def decode_text(tokenizer: PreTrainedTokenizerBase, ids: TokenIds) -> str:
     """Decode token ids without special tokens; ``<image>`` stands for the tokens of an image."""
-    from megarl.base.image_tokens import image_spans  # numpy, which printing a configuration does not need
+    from megarl.base.image_tokens import PLACEHOLDER, image_spans  # numpy, which printing a configuration does not need
 
     numbers, parts, done = list(ids) if isinstance(ids, Sequence) else ids.tolist(), list[str](), 0
     for span in image_spans(numbers):
-        parts += [str(tokenizer.decode(numbers[done : span.start], skip_special_tokens=True)), "<image>"]
+        parts += [str(tokenizer.decode(numbers[done : span.start], skip_special_tokens=True)), PLACEHOLDER]
         done = span.stop
     return "".join([*parts, str(tokenizer.decode(numbers[done:], skip_special_tokens=True))])
 

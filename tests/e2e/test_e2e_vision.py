@@ -50,7 +50,7 @@ def trained(arguments, start):
     return finished(start(*arguments, "trainer.hf_export_dir=export", "trainer.rollout_data_dir=dumps"))
 
 
-def test_the_decoder_learns_and_the_tower_stays(trained, squares):
+def test_the_decoder_learns_and_the_export_has_the_tower(trained, squares):
     before, after = (
         load_file(folder / "model.safetensors") for folder in (squares / "model", trained.folder / "export")
     )

@@ -109,7 +109,7 @@ def test_an_opaque_png_is_sent_as_it_is():
 
 def test_the_last_used_urls_are_held(monkeypatch):
     images, encodings = [Image.of(png(28, 28, seed), 1, 1) for seed in range(3)], []
-    monkeypatch.setattr(backend, "HELD_URL_BYTES", 2 * len(ImageURLs().of(images[0])) + 100)
+    monkeypatch.setattr(backend, "URL_CACHE_BYTES", 2 * len(ImageURLs().of(images[0])) + 100)
     monkeypatch.setattr(backend, "lossless_png", lambda data, _: encodings.append(data) or data)
     urls = ImageURLs()
     for number in (0, 1, 0, 2, 0, 1):  # 2 displaces 1, and the last one 2

@@ -110,8 +110,8 @@ class ActorConfig(UpdateBatchConfig):
     )
     freeze_vision_tower: bool = key(
         False,
-        "Leave the vision tower of a model with images as it is; required for such a model, as megarl does not train "
-        "towers yet, and refused for others. Adapters (`lora_rank`) are on the decoder alone.",
+        "Leave the vision tower of a model with images as it is; required for such a model without `lora_rank`, "
+        "as megarl does not train towers yet, and refused for others. Adapters are on the decoder alone.",
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     router_replay: RouterReplayConfig = section(RouterReplayConfig)

@@ -32,7 +32,7 @@ NAN_STOP = "NaN happened"
 """Stop string that SGLang reports for a response it ended because of NaN logits."""
 LONGEST_GAP_S = 2.0
 """A longer time between two checks counts as this: nobody looked at responses meanwhile."""
-HELD_URL_BYTES = 256 << 20
+URL_CACHE_BYTES = 256 << 20
 """Data URLs of images that stay in host memory, in bytes."""
 
 
@@ -181,7 +181,7 @@ class RequestLoop:
 
 
 class ImageURLs:
-    """Data URLs of images as lossless PNGs, the last used ones held for the other samples of a prompt; thread-safe.
+    """Data URLs of images as lossless PNGs, the last used ones kept for the other samples of a prompt; thread-safe.
 
     From the files themselves, SGLang would get other pixels than training: it drops transparency, which is white here,
     and decodes a JPEG on the GPU.
@@ -201,7 +201,7 @@ class ImageURLs:
                 url = f"data:;base64,{base64.b64encode(file).decode()}"
                 self._size += len(url)
             self._urls[image.key] = url
-            while self._size > HELD_URL_BYTES:
+            while self._size > URL_CACHE_BYTES:
                 self._size -= len(self._urls.popitem(last=False)[1])
             return url
 
