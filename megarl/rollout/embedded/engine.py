@@ -308,10 +308,9 @@ class EmbeddedEngine(RolloutEngine):
 
     def _add_images(self, requests: Sequence[Request]) -> None:
         """Compute features of new images; RequestRefused if that is impossible for one of them."""
-        images = dict.fromkeys(image for request in requests for image in request.images)
-        if images and self._images is not None:
+        if self._images is not None:
             try:
-                self._images.add(images)
+                self._images.add(image for request in requests for image in request.images)
             except DataError as error:
                 raise RequestRefused(error.text, code=error.code) from error
 

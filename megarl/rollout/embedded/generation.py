@@ -278,7 +278,7 @@ class ContinuousBatcher:
         if self._images is None:
             return PromptInputs(ids.to(self._device), positions, None)
         # Submitting has added them; other requests may have displaced them since.
-        self._images.add(dict.fromkeys(image for group in groups for image in group.members[0].images))
+        self._images.add(image for group in groups for image in group.members[0].images)
         rows = self._images.rows(ids)
         image_rows = None if rows is None else (rows[0].to(self._device), rows[1].to(self._device))
         rotary = np.concatenate([multimodal_positions(group.prompt)[:, part] for group in groups], axis=1)
