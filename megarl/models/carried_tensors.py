@@ -45,7 +45,9 @@ def is_carried(config: ModelConfig, name: str, *, scalar_head: bool = False) -> 
 
     Models with a scalar head predict no tokens and have no multi-token prediction layers, but they see images.
     """
-    return is_tower(config, name) or (not scalar_head and is_multi_token(config, name))
+    if is_tower(config, name):
+        return config.vision is not None and not config.vision.trained
+    return not scalar_head and is_multi_token(config, name)
 
 
 def unused_tensors(folder: ModelFolder) -> list[str]:

@@ -44,7 +44,7 @@ class PipelineStage(Enum):
 
 
 class HFTensor(NamedTuple):
-    """A Hugging Face tensor: its name, and its shape as dimension names.
+    """A Hugging Face tensor: its name, and its shape as dimension names or sizes.
 
     :func:`megarl.models.weight_map.dimension_sizes` lists the names.
 
@@ -54,7 +54,7 @@ class HFTensor(NamedTuple):
     """
 
     name: str
-    dims: tuple[str, ...]
+    dims: tuple[str | int, ...]
     stacked: str = ""
 
 
@@ -71,6 +71,7 @@ class Declaration(NamedTuple):
             pipeline stage, and is never exported.
         when: the decoder layers with the parameter; None = all.
         float32: float32 in every weight dtype and never trained; a file may store it in a narrower dtype.
+        engine_split: split over the engine's ranks; None = ``split``.
     """
 
     megatron: str
@@ -81,6 +82,7 @@ class Declaration(NamedTuple):
     tied_copy: bool = False
     when: When | None = None
     float32: bool = False
+    engine_split: Split | None = None
 
     @property
     def is_expert(self) -> bool:

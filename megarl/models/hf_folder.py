@@ -132,14 +132,14 @@ def is_tower(config: ModelConfig, name: str) -> bool:
 
 
 def check_tower(folder: Path | str, config: ModelConfig, tensors: Iterable[str]) -> None:
-    """Check that a model's vision tower is there, with the same tensors in each of its blocks.
+    """Check that a model's frozen vision tower is there, with the same tensors in each of its blocks.
 
     A job checks all names and shapes (:func:`megarl.models.tower_class.check_tower_shapes`), which needs torch.
 
     Raises:
         ModelError: the tower, or a tensor of a block, is missing; names it.
     """
-    if config.vision is None:
+    if config.vision is None or config.vision.trained:
         return
     prefix, depth = config.vision.prefix, count(config.vision.settings, "depth")
     blocks: dict[str, set[str]] = {f"{prefix}blocks.{number}.": set() for number in range(depth)}
@@ -469,7 +469,7 @@ def stacked_parts(config: ModelConfig) -> dict[str, StackedPart]:
         for declared in stacked
         if declared.when is None or declared.when(config, layer)
         for tensor, first in zip(
-            declared.hf, accumulate((sizes[t.dims[0]] for t in declared.hf), initial=0), strict=False
+            declared.hf, accumulate((sizes[str(t.dims[0])] for t in declared.hf), initial=0), strict=False
         )
         for expert in range(config.experts.count)
     }

@@ -1,4 +1,4 @@
-"""transformers' class of a vision tower, and the shapes of its tensors."""
+"""transformers' class of a vision tower, and its parameters: shapes, and declarations of a trained one."""
 
 from __future__ import annotations
 
@@ -11,7 +11,24 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ModelError
+from megarl.models.declaration import Declaration, HFTensor, PipelineStage, Split
 from megarl.models.model_config import Vision
+
+TOWER = "vision_tower."
+"""Start of the names that the parameters of a trained tower have in Megatron."""
+_ENGINE_SPLITS = {
+    "attn.qkv": Split.SECTIONS,
+    "attn.proj.weight": Split.ROW,
+    "gate_proj": Split.COLUMN,
+    "up_proj": Split.COLUMN,
+    "down_proj.weight": Split.ROW,
+    "linear_fc1": Split.COLUMN,
+    "linear_fc2.weight": Split.ROW,
+    "merger.mlp.0": Split.COLUMN,
+    "merger.mlp.2.weight": Split.ROW,
+    "pos_embed": Split.COLUMN,
+}
+"""SGLang's split of a tower's parameters over its tensor-parallel ranks, by a part of the name; others are whole."""
 
 
 def tower_class(vision: Vision) -> Any:
@@ -28,6 +45,17 @@ def tower_parameters(vision: Vision) -> int:
 def tower_shapes(vision: Vision) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a vision tower's parameters by name in a model folder, without allocating them."""
     return _shapes(vision, json.dumps(vision.settings, sort_keys=True))
+
+
+def tower_declarations(vision: Vision) -> tuple[Declaration, ...]:
+    """Declare the parameters of a trained tower: whole on each rank of the first stage, split in the engine."""
+    result = []
+    for name, shape in tower_shapes(vision).items() if vision.trained else ():
+        split = next((split for part, split in _ENGINE_SPLITS.items() if part in name), Split.REPLICATED)
+        megatron, tensors = TOWER + name.removeprefix(vision.prefix), (HFTensor(name, shape),)
+        stage = PipelineStage.FIRST
+        result.append(Declaration(megatron, name, tensors, Split.REPLICATED, stage, engine_split=split))
+    return tuple(result)
 
 
 def check_tower_shapes(folder: Path | str, vision: Vision, shapes: Mapping[str, tuple[int, ...]]) -> None:

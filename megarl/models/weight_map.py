@@ -29,6 +29,7 @@ from megarl.models.layout import ParallelLayout
 from megarl.models.model_config import LinearAttention, ModelConfig
 from megarl.models.partition import FullTensor, LocalParam, Piece
 from megarl.models.registry import family_of
+from megarl.models.tower_class import tower_declarations
 
 __all__ = ["Contribution", "LocalParam", "Piece", "ShardPattern", "WeightMap", "canonical_name"]
 
@@ -113,6 +114,7 @@ class WeightMap:
         self.value_head = value_head
         self._sizes = dimension_sizes(config)
         self._layer = family_of(config.architecture).layer
+        self._tower = () if config.vision is None else tower_declarations(config.vision)
         self._output: tuple[Declaration, ...] = (TIED_LM_HEAD if config.tie_word_embeddings else LM_HEAD,)
         if value_head:
             self._output = (VALUE_HEAD, VALUE_HEAD_BIAS) if config.has_head_bias else (VALUE_HEAD,)
@@ -222,7 +224,7 @@ class WeightMap:
         expert_tp, _ = self._rollout_experts(tp, ep)
         tied = layout.pp > 1 and TIED_LM_HEAD in self._output
         result = []
-        for declared in (EMBEDDING, *self._layer, FINAL_NORM, *self._output):
+        for declared in (EMBEDDING, *self._tower, *self._layer, FINAL_NORM, *self._output):
             layers = tuple(self._layers_with(declared))
             if declared.rollout is None or not layers:
                 continue
@@ -275,6 +277,8 @@ class WeightMap:
     def _rollout_shard(self, instance: ParameterInstance, sharing: int, rank: int, vocab_multiple: int) -> LocalParam:
         """Shard of an instance on one of the ``sharing`` engine ranks, without vocabulary padding."""
         assert instance.declared.rollout is not None
+        if instance.declared.engine_split is not None:
+            return self._tower_shard(instance, instance.declared.engine_split, sharing, rank)
         name = instance.declared.rollout.format(layer=instance.layer)
         if instance.declared.split in (Split.GROUPED, Split.GATED):
             return partition.heads_shard(name, self._tensors(instance), self.config.num_key_value_heads, sharing, rank)
@@ -311,6 +315,7 @@ class WeightMap:
     ) -> Iterator[ParameterInstance]:
         if first:
             yield ParameterInstance(EMBEDDING)
+            yield from map(ParameterInstance, self._tower)
         for layer in layers:
             for declared in self._layer:
                 if declared.when is None or declared.when(self.config, layer):
@@ -361,19 +366,36 @@ class WeightMap:
             case Split.GROUPED | Split.GATED:
                 raise AssertionError("the trainer and the engine order these rows differently")
 
+    def _tower_shard(self, instance: ParameterInstance, split: Split, sharing: int, rank: int) -> LocalParam:
+        """Shard of a vision tower's parameter on one of the ``sharing`` engine ranks."""
+        assert instance.declared.rollout is not None and self.config.vision is not None
+        name, tensors = instance.declared.rollout, self._tensors(instance)
+        if split is Split.SECTIONS:  # queries, keys and values of all heads
+            heads = int(self.config.vision.settings["num_heads"])
+            sections = partition.Sections(heads, (tensors[0].shape[0] // (3 * heads),) * 3, grouped=False)
+            return partition.sectioned_shard(name, [(tensors[0], sections)], sharing, rank)
+        if split is Split.ROW:
+            return partition.row_shard(name, tensors[0], sharing, rank)
+        if split is Split.COLUMN:
+            return partition.column_shard(name, tensors, sharing, rank)
+        return partition.replicated(name, tensors)
+
     def _sectioned(self, name: str, instance: ParameterInstance, tp: int, tp_rank: int) -> LocalParam:
         """Shard of sections of heads, one section after the other."""
         linear, declared = self.config.linear, instance.declared
         assert linear is not None
         heights, grouped = head_sections(linear), declared.split is Split.SECTIONS_BY_HEAD
-        sections = [partition.Sections(linear.key_heads, heights[t.dims[0]], grouped) for t in declared.hf]
+        sections = [partition.Sections(linear.key_heads, heights[str(t.dims[0])], grouped) for t in declared.hf]
         pairs = list(zip(self._tensors(instance), sections, strict=True))
         return partition.sectioned_shard(name, pairs, tp, tp_rank)
 
     def _tensors(self, instance: ParameterInstance) -> list[FullTensor]:
         numbers = {"layer": instance.layer, "expert": instance.expert}
         tensors = ((tensor.name.format(**numbers), tensor.dims) for tensor in instance.declared.hf)
-        return [FullTensor(name, tuple(self._sizes[dim] for dim in dims)) for name, dims in tensors]
+        return [
+            FullTensor(name, tuple(dim if isinstance(dim, int) else self._sizes[dim] for dim in dims))
+            for name, dims in tensors
+        ]
 
 
 def dimension_sizes(config: ModelConfig) -> Mapping[str, int]:

@@ -241,6 +241,7 @@ class EngineOptions:
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
         return_routes: requests may have :attr:`Request.routes_from`; the engine then records experts.
         image_options: settings of the image processor, see :class:`megarl.base.image_files.ImageProcessor`.
+        trained_tower: weight updates include the vision tower, if the model has one.
         quantization: ``fp8`` = the engine holds linear layers in blockwise FP8; None = all weights are in ``dtype``.
     """
 
@@ -253,6 +254,7 @@ class EngineOptions:
     return_routes: bool = False
     quantization: str | None = None
     image_options: Mapping[str, Any] = field(default_factory=dict)
+    trained_tower: bool = False
 
     def end_tokens(self, folder: str) -> tuple[int, ...]:
         """Return the tokens that end every sequence of the model in a folder; ModelError for a malformed file."""

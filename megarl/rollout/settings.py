@@ -35,6 +35,7 @@ def engine_options(
     eos_token_ids: tuple[int, ...] | None = None,
     nodes: EngineNodes | None = None,
     image_options: Mapping[str, Any] = MappingProxyType({}),
+    trained_tower: bool = False,
 ) -> EngineOptions:
     """Return the options of the engine ``rollout.name``.
 
@@ -44,7 +45,7 @@ def engine_options(
         pending_bytes: device bytes that training roles on the replica's GPUs have yet to allocate, from which SGLang's
             share of the free memory follows; None = no training role.
         nodes: nodes of the replica's ranks; None = one node.
-        image_options: see :class:`~megarl.rollout.interface.EngineOptions`.
+        image_options: see :class:`~megarl.rollout.interface.EngineOptions`, likewise ``trained_tower``.
 
     Raises:
         ConfigError: the training roles leave no memory to SGLang, or the API key of running servers is not set.
@@ -58,6 +59,7 @@ def engine_options(
         return_routes=return_routes,
         quantization=rollout.quantization if isinstance(rollout, TrainingRolloutConfig) else None,
         image_options=dict(image_options),
+        trained_tower=trained_tower,
     )
     if rollout.name != "sglang":
         return common

@@ -60,6 +60,7 @@ def rollout_group(
         first_hybrid=(rollout.replicas or 1) if hybrid else None,
         eos_token_ids=eos_token_ids,
         image_options=config.data.mm_processor_kwargs,
+        trained_tower=policy.trains_tower,
     )
     kwargs, replicas = {"settings": settings}, range((rollout.replicas or 1) + hybrid)
     size, threads = rollout.devices_per_replica, rollout.agent.num_workers + SPARE_THREADS

@@ -7,7 +7,7 @@ import logging
 from collections import defaultdict
 from collections.abc import Callable, Mapping, Sequence
 from contextlib import AbstractContextManager
-from dataclasses import asdict
+from dataclasses import asdict, replace
 from functools import partial
 from itertools import accumulate, pairwise
 from pathlib import Path
@@ -40,7 +40,6 @@ from megarl.megatron.engine.offload import GRAD, OPTIMIZER, PARAM
 from megarl.megatron.runtime.memory import read_device_memory
 from megarl.models import ModelConfig, read_model_config
 from megarl.models.hf_writer import NO_FILES
-from megarl.models.vision_tower import ImageFeatures
 from megarl.workers.dispatch import MINI_BATCH_SIZES, Dispatch, WorkerPlace, verb
 from megarl.workers.rows import FORWARD, UPDATE, MemoryBudgets, PackedRows
 from megarl.workers.saving import SavingWorker
@@ -136,9 +135,7 @@ class MegatronWorker(SavingWorker):
         if settings.adapter_path is not None:
             self.engine.load_adapters(settings.adapter_path)
         if self.engine.model.vision is not None:
-            device, dtype = self.runtime.device, self.engine.options.dtype
-            features = ImageFeatures(self.engine.model, settings.model_path, device, dtype, settings.image_options)
-            self.engine.set_images(features)
+            self.engine.set_images(settings.model_path, settings.image_options)
         self._log_device_memory("after its start")
 
     def reference_scope(self) -> Callable[[], AbstractContextManager[None]]:
@@ -149,7 +146,7 @@ class MegatronWorker(SavingWorker):
 
     def model_config(self) -> ModelConfig:
         """Return the configuration of the model to build: that of the initial weights."""
-        return read_model_config(self.settings.model_path)
+        return read_model_config(self.settings.model_path).with_trained_tower(self.settings.trained_tower)
 
     @verb(Dispatch.ALL)
     def pending_device_bytes(self) -> int:
@@ -264,12 +261,12 @@ class MegatronWorker(SavingWorker):
         return {"grad_norm": result.grad_norm, "lr": result.lr, "skipped_steps": float(result.skipped)}
 
     def packed_rows(self, batch: DataProto, budget: MicroBatchBudget) -> PackedRows:
-        """Prepare the rows of a batch for packing, and the features of their images.
+        """Prepare the rows of a batch for packing, and take their images.
 
         Prompts are shared if the budget and the engine allow it.
         """
         of_rows = batch.non_tensor_batch.get(IMAGES, ())
-        self.engine.add_images(image for images in of_rows for image in images or ())
+        self.engine.take_images(image for images in of_rows for image in images or ())
         return PackedRows(batch, share_prompts=budget.share_prompts and self.engine.can_share_prompts)
 
     def forward_pass(
@@ -358,13 +355,18 @@ class MegatronWorker(SavingWorker):
                 code="algorithm.skipped-steps",
             )
 
+    def _optimizer_options(self, optim: OptimConfig) -> OptimizerOptions:
+        settings = self.settings
+        options = optimizer_options(optim, settings.megatron, settings.total_updates)
+        return replace(options, vision_lr_factor=settings.vision_lr_factor)
+
     def _engine_options(self) -> MegatronOptions:
         megatron, optim = self.settings.megatron, self.settings.optim
         return MegatronOptions(
             dtype=getattr(torch, megatron.dtype),
             sequence_parallel=megatron.sequence_parallel and megatron.tensor_model_parallel_size > 1,
             value_head=self.value_head,
-            optimizer=None if optim is None else optimizer_options(optim, megatron, self.settings.total_updates),
+            optimizer=None if optim is None else self._optimizer_options(optim),
             recompute=_recompute_options(megatron),
             overlap=OverlapOptions(megatron.overlap_grad_reduce, megatron.overlap_param_gather),
             offload=offloaded_parts(megatron),

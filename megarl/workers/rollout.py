@@ -107,7 +107,8 @@ class RolloutWorker:
         if settings.first_hybrid is not None and self.replica >= settings.first_hybrid:
             assert isinstance(rollout, TrainingRolloutConfig)
             rollout = replace(rollout, free_cache_engine=True)
-        weights, tp = WeightMap(read_model_config(settings.model_path)), rollout.tensor_model_parallel_size
+        model = read_model_config(settings.model_path).with_trained_tower(settings.trained_tower)
+        weights, tp = WeightMap(model), rollout.tensor_model_parallel_size
         multiple = engine_vocab_multiple(rollout.name)
         self._params = [weights.rollout_params(tp, rank, vocab_multiple=multiple) for rank in range(tp)]
         self._options = options = engine_options(
@@ -119,6 +120,7 @@ class RolloutWorker:
             eos_token_ids=settings.eos_token_ids,
             nodes=nodes[self.replica] if nodes else None,
             image_options=settings.image_options,
+            trained_tower=settings.trained_tower,
         )
         self.engine = create_engine(rollout.name, settings.model_path, options)
         self._fingerprint = WeightFingerprint(self.engine)
@@ -263,6 +265,7 @@ class RolloutNodeWorker:
             eos_token_ids=settings.eos_token_ids,
             nodes=nodes[self.rank],
             image_options=settings.image_options,
+            trained_tower=settings.trained_tower,
         )
         assert isinstance(options, SGLangOptions)
         length = options.max_model_len or read_model_config(settings.model_path).max_position_embeddings

@@ -85,6 +85,8 @@ class RoleSettings:
         has_own_devices: no other process uses the role's devices, so phases keep cached memory.
         export_files: text of files, by name, that replace those of the initial folder in checkpoints and exports.
         image_options: settings of the image processor, for a model with a vision tower.
+        trained_tower: the vision tower, if the model has one, is trained; otherwise it is frozen.
+        vision_lr_factor: factor on the learning rate of a trained vision tower.
     """
 
     model_path: str
@@ -103,6 +105,8 @@ class RoleSettings:
     has_own_devices: bool = False
     export_files: Mapping[str, str] = field(default_factory=dict)
     image_options: Mapping[str, Any] = field(default_factory=dict)
+    trained_tower: bool = False
+    vision_lr_factor: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -216,6 +220,7 @@ class RolloutSettings:
             None = there are none.
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
         image_options: settings of the image processor, for a model with a vision tower.
+        trained_tower: the vision tower, if the model has one, is trained; otherwise it is frozen.
     """
 
     model_path: str
@@ -226,6 +231,7 @@ class RolloutSettings:
     first_hybrid: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     image_options: Mapping[str, Any] = field(default_factory=dict)
+    trained_tower: bool = False
 
 
 def layout_of(megatron: MegatronConfig) -> ParallelLayout:

@@ -46,6 +46,7 @@ class Setup(NamedTuple):
     transformer: tuple[tuple[str, Any], ...] = ()
     offload: tuple[str, ...] = ()
     lora: LoraOptions | None = None
+    trained_tower: bool = False
 
 
 @contextmanager
@@ -55,7 +56,7 @@ def engine(place: Place, path: Path, setup: Setup) -> Iterator[MegatronEngine]:
     )
     try:
         built = MegatronEngine(
-            read_model_config(path),
+            read_model_config(path).with_trained_tower(setup.trained_tower),
             setup.layout,
             runtime,
             MegatronOptions(
@@ -142,7 +143,7 @@ def train(place: Place, path: Path, setup: Setup, batches: list[list[Row]]) -> T
 
 def assemble(path: Path, setup: Setup, local: list[dict[str, Tensor]]) -> dict[str, Tensor]:
     """Hugging Face tensors from the shards of each rank."""
-    return whole_tensors(path, setup.layout, local, value_head=setup.value_head)
+    return whole_tensors(path, setup.layout, local, value_head=setup.value_head, tower=setup.trained_tower)
 
 
 def refusal(place: Place, case: Callable[..., Any], *args: Any) -> str:

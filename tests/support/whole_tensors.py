@@ -11,13 +11,13 @@ from megarl.models import ParallelLayout, WeightMap, read_model_config
 
 
 def whole_tensors(
-    path: Path, layout: ParallelLayout, local: list[dict[str, Tensor]], *, value_head: bool = False
+    path: Path, layout: ParallelLayout, local: list[dict[str, Tensor]], *, value_head: bool = False, tower: bool = False
 ) -> dict[str, Tensor]:
     """Assemble Hugging Face tensors from the Megatron shards of all ranks.
 
     Replicated shards must be equal, and vocabulary padding must be zero.
     """
-    weight_map = WeightMap(read_model_config(path), value_head)
+    weight_map = WeightMap(read_model_config(path).with_trained_tower(tower), value_head)
     whole = {name: torch.full(shape, torch.nan) for name, shape in weight_map.hf_shapes().items()}
     for rank, tensors in enumerate(local):
         params = weight_map.megatron_params(layout, rank)

@@ -69,6 +69,11 @@ class PolicyConfig:
         """Whether training replays the experts that the rollout engine selects (routing replay R3)."""
         return False
 
+    @property
+    def trains_tower(self) -> bool:
+        """Whether the vision tower, if the model has one, is trained."""
+        return False
+
 
 @dataclass(frozen=True)
 class ActorRolloutRefConfig(PolicyConfig):
@@ -83,6 +88,11 @@ class ActorRolloutRefConfig(PolicyConfig):
     def replays_engine_routes(self) -> bool:
         """See :class:`PolicyConfig`."""
         return self.actor.router_replay.from_engine
+
+    @property
+    def trains_tower(self) -> bool:
+        """See :class:`PolicyConfig`."""
+        return not self.actor.freeze_vision_tower and not self.model.lora_rank
 
 
 @dataclass(frozen=True)

@@ -110,8 +110,11 @@ class ActorConfig(UpdateBatchConfig):
     )
     freeze_vision_tower: bool = key(
         False,
-        "Leave the vision tower of a model with images as it is; required for such a model without `lora_rank`, "
-        "as megarl does not train towers yet, and refused for others. Adapters are on the decoder alone.",
+        "Leave the vision tower of a model with images as it is; refused for other models. With `lora_rank` it is "
+        "always left: adapters are on the decoder alone.",
+    )
+    vision_lr_factor: float = key(
+        1.0, "Learning rate of a trained vision tower, as a multiple of `optim.lr`; 1 without one.", above=0
     )
     policy_loss: PolicyLossConfig = section(PolicyLossConfig)
     router_replay: RouterReplayConfig = section(RouterReplayConfig)

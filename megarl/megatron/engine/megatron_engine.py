@@ -142,20 +142,27 @@ class MegatronEngine:
             self.weights.load_hf(path)
             self.weights_changed()
 
-    def set_images(self, features: ImageFeatures) -> None:
-        """Take the features of images from here; a no-op on pipeline stages that do not need them."""
-        assert self.model.vision is not None, "a model of text only"
-        stage = self.runtime.coordinate.pp
-        layers = self.runtime.layout.stage_layers(self.model.num_layers, stage)
-        if stage == 0 or min(layers, default=self.model.num_layers) < self.model.vision.deepstack:
+    def set_images(self, folder: str | Path, options: Mapping[str, Any]) -> None:
+        """Prepare the features of images; a no-op on pipeline stages that do not need them.
+
+        Args:
+            folder: model folder with the image processor, and the weights of a frozen tower.
+            options: settings of the image processor.
+        """
+        if any(chunk.takes_images for chunk in self._stage.chunks):
+            tower = self._stage.chunks[0].vision_tower
+            features = ImageFeatures(self.model, folder, self.runtime.device, self.options.dtype, options, tower)
             features.load()  # its memory is taken before an engine measures what is free
             self._runner.images = features
 
-    def add_images(self, images: Iterable[Image]) -> None:
-        """Compute features of images, before a pass over rows that have them; a no-op on other stages."""
+    def take_images(self, images: Iterable[Image]) -> None:
+        """Take images before a pass over rows that have them, which computes their features; a no-op on other stages.
+
+        Raises:
+            DataError: two images have the same key.
+        """
         if self._runner.images is not None:
-            with span("image features", "compute"):
-                self._runner.images.add(images)
+            self._runner.images.register(images)
 
     def load_adapters(self, path: str | Path) -> None:
         """Load this rank's shard of adapters in peft's format.
@@ -174,6 +181,7 @@ class MegatronEngine:
 
     def weights_changed(self) -> None:
         """Copy weights that were set from outside into the optimizer, if there is one."""
+        self._runner.drop_features()
         if self.optimizer is not None:
             self.offload_manager.onload(PARAM, OPTIMIZER)
             self.offload_manager.mark_changed(OPTIMIZER)
@@ -217,7 +225,7 @@ class MegatronEngine:
         """Swap in a :meth:`copy_weights` within the context, in which the optimizer must not step."""
         if isinstance(copy, HostCopy):
             self._runner.gather_weights()
-            return self.offload_manager.weights.swapped(copy)
+            return self._runner.without_features(self.offload_manager.weights.swapped(copy))
         assert self._adapters is not None, "the model has no adapters"
         self.weights.gather_pending()
         return self._adapters.swapped(copy)
@@ -357,6 +365,7 @@ class MegatronEngine:
             with span("optimizer step", "compute"):
                 result = self._need_optimizer().step(self._loss)
             self._runner.gather_is_pending = self.options.overlap.param_gather
+            self._runner.drop_features()
             if self._routing is not None and self._expert_load is not None and not result.skipped:
                 self._routing.update_biases(self._expert_load)
             return result

@@ -26,11 +26,12 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
+from megarl.megatron.engine.optimizer import VISION
 from megarl.megatron.engine.options import MegatronOptions, build_transformer_config
 from megarl.megatron.layers.activations import GeGLU, SwiGLU
 from megarl.megatron.layers.context_parallel import MicroBatchPart
-from megarl.megatron.layers.deepstack import DeepstackLayer
 from megarl.megatron.layers.gated_delta_net import delta_net_spec
+from megarl.megatron.layers.images import DeepstackLayer, trained_features
 from megarl.megatron.layers.kernels import check_fusions, packed_attention, uses_transformer_engine
 from megarl.megatron.layers.mla import latent_attention_spec
 from megarl.megatron.layers.moe import expert_layer_spec, mark_experts
@@ -50,13 +51,22 @@ from megarl.megatron.runtime.versions import submodules_of
 from megarl.models import ModelConfig, WeightMap
 from megarl.models.delta_rule import ChunkPlan
 from megarl.models.rope import attention_factor, inverse_frequencies, position_rows, window_frequencies
+from megarl.models.vision_tower import ImageRows, build_tower
 
 _LONGEST_MULTIPLE = 128
 """The longest sequence is rounded up to it: kernels and rotary tables are then chosen for few different lengths."""
 
 
 class PackedModel(GPTModel):
-    """A GPT model over packed micro-batches; the output layer computes only the outputs of response tokens."""
+    """A GPT model over packed micro-batches; the output layer computes only the outputs of response tokens.
+
+    Attributes:
+        takes_images: whether the embedding or a layer uses features of images.
+        vision_tower: the trained vision tower; None if it is frozen, without images, and after the first stage.
+    """
+
+    takes_images: bool
+    vision_tower: torch.nn.Module | None
 
     embedding_scale = 1.0
 
@@ -72,8 +82,10 @@ class PackedModel(GPTModel):
             ``hidden_only`` normed hidden states ``[n, hidden]``.
         """
         embedded = None
+        if self.vision_tower is not None and part.tower_input is not None:
+            sequences.image_rows = trained_features(self.vision_tower, part.tower_input)
         if self.pre_process:
-            embedded = self._embed(part)
+            embedded = self._embed(part.tokens, sequences.image_rows)
         rotary = None
         if sequences.rotation is None:
             rotary = self.rotary_pos_emb(sequences.max_seqlen_q, packed_seq=True)
@@ -82,16 +94,16 @@ class PackedModel(GPTModel):
         )
         return self._output(hidden, part.read_at, hidden_only) if self.post_process else hidden
 
-    def _embed(self, part: MicroBatchPart) -> Tensor:
+    def _embed(self, tokens: Tensor, image_rows: ImageRows | None) -> Tensor:
         """Embeddings of the tokens that this rank holds, and features of its tokens of images."""
-        tokens = part.tokens if part.image_rows is None else part.tokens.clamp(min=0)
+        tokens = tokens if image_rows is None else tokens.clamp(min=0)
         embedded: Tensor = self.embedding(input_ids=tokens[None], position_ids=None)
         if self.embedding_scale != 1.0:
             embedded = embedded * self.embedding_scale
-        if part.image_rows is None:
+        if image_rows is None:
             return embedded
-        at, features = part.image_rows
-        return embedded.index_copy(0, at, features[:, :1].to(embedded.dtype))
+        at, features = image_rows
+        return embedded.index_copy(0, at, features[0][:, None].to(embedded.dtype))
 
     def output_weight(self) -> Tensor | None:
         """Copy this rank's part of the output layer, ``[padded vocabulary / tp, hidden]``; None without one."""
@@ -221,6 +233,11 @@ def _build_chunk(
         vp_stage=number,
     )
     module.embedding_scale = scale
+    deepstack = 0 if model.vision is None else model.vision.deepstack
+    module.takes_images = model.vision is not None and (
+        module.pre_process or min(layers, default=deepstack) < deepstack
+    )
+    module.vision_tower = _trained_tower(model, runtime, options) if module.pre_process else None
     if is_last:
         if options.value_head:
             module.output_layer = ValueHead(config, runtime.device, bias=model.has_head_bias)
@@ -232,6 +249,23 @@ def _build_chunk(
     mark_experts(module, layout)
     module.to(runtime.device)  # Megatron allocates a shared expert's gate on the host
     return module
+
+
+def _trained_tower(model: ModelConfig, runtime: Runtime, options: MegatronOptions) -> torch.nn.Module | None:
+    """The vision tower on each rank of the first stage, if it is trained."""
+    if model.vision is None or not model.vision.trained:
+        return None
+    tower = build_tower(model.vision, runtime.device, options.dtype).train()
+    if options.recompute is not None and options.recompute.granularity == "full":
+        transformers_model: Any = tower
+        transformers_model.gradient_checkpointing_enable({"use_reentrant": False})
+    for parameter in tower.parameters():
+        # Under sequence parallelism each rank has the gradients of its tokens' features. Otherwise the ranks' gradients
+        # are equal up to the order of sums on the device, and the average keeps their weights equal.
+        mark = "sequence_parallel" if options.sequence_parallel else "average_gradients_across_tp_domain"
+        setattr(parameter, mark, True)
+        setattr(parameter, VISION, True)
+    return tower
 
 
 def decoder_spec(

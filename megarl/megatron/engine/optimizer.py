@@ -12,7 +12,13 @@ from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
-from megatron.core.optimizer import ChainedOptimizer, OptimizerConfig, get_megatron_optimizer
+from megatron.core.optimizer import (
+    ChainedOptimizer,
+    OptimizerConfig,
+    ParamKey,
+    get_megatron_optimizer,
+    get_standard_config_overrides,
+)
 from megatron.core.optimizer.clip_grads import clip_grad_by_total_norm_fp32
 from megatron.core.optimizer.distrib_optimizer import DistributedOptimizer
 from torch import Tensor, nn
@@ -21,6 +27,8 @@ from megarl.algorithms import LearningRateSchedule, learning_rate
 from megarl.base.errors import CheckpointError
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
+VISION = "is_vision_tower"
+"""Mark on the parameters of a trained vision tower."""
 MASTER = "master"
 """Float32 weights that the optimizer keeps in addition to half-precision ones."""
 
@@ -31,6 +39,7 @@ class OptimizerOptions(LearningRateSchedule):
 
     Attributes:
         clip_grad: largest global gradient norm; 0 = no clipping.
+        vision_lr_factor: factor on the learning rate of a trained vision tower.
         use_distributed_optimizer: shard the optimizer's state over data-parallel ranks.
     """
 
@@ -38,6 +47,7 @@ class OptimizerOptions(LearningRateSchedule):
     eps: float = 1e-8
     weight_decay: float = 0.01
     clip_grad: float = 1.0
+    vision_lr_factor: float = 1.0
     use_distributed_optimizer: bool = True
 
 
@@ -74,7 +84,13 @@ class Optimizer:
             params_dtype=dtype,
             use_distributed_optimizer=options.use_distributed_optimizer,
         )
-        self.megatron: ChainedOptimizer = get_megatron_optimizer(config, list(chunks), use_gloo_process_groups=False)
+        groups = None
+        if options.vision_lr_factor != 1:
+            factor = {ParamKey(attr=VISION): {"lr_mult": options.vision_lr_factor}}
+            groups = get_standard_config_overrides(config) | factor
+        self.megatron: ChainedOptimizer = get_megatron_optimizer(
+            config, list(chunks), groups, use_gloo_process_groups=False
+        )
         for inner in self.inner_optimizers():
             if any(param.is_cuda for group in inner.param_groups for param in group["params"]):
                 use_fused_kernels(inner)
@@ -101,8 +117,8 @@ class Optimizer:
             self.skipped_in_a_row += 1
             return StepResult(grad_norm, lr, True)
         for group in self.megatron.param_groups:
-            # Megatron's scheduler would set both; the multiplier is 0 for norms and biases.
-            group["lr"] = lr
+            # Megatron's scheduler would set both; the second multiplier is 0 for norms and biases.
+            group["lr"] = lr * group["lr_mult"]
             group["weight_decay"] = self.options.weight_decay * group["wd_mult"]
         if self.options.clip_grad > 0:
             for part in self.megatron.chained_optimizers:

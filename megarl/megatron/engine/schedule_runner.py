@@ -28,7 +28,7 @@ from torch import Tensor
 
 from megarl.base.errors import ConfigError, DataError
 from megarl.megatron.engine.faults import OutOfMemoryVote
-from megarl.megatron.engine.model import StageModel
+from megarl.megatron.engine.model import PackedModel, StageModel
 from megarl.megatron.engine.offload import PARAM, OffloadManager
 from megarl.megatron.engine.optimizer import OptimizerOptions
 from megarl.megatron.engine.options import OverlapOptions
@@ -128,6 +128,19 @@ class ScheduleRunner:
                     chunk.start_param_sync(force_sync=True)
             self.gather_is_pending = False
 
+    def drop_features(self) -> None:
+        """Drop the features of a trained vision tower, whose weights changed."""
+        if self.images is not None:
+            self.images.clear()
+
+    @contextmanager
+    def without_features(self, scope: AbstractContextManager[None]) -> Iterator[None]:
+        """Enter a scope in which the model has other weights; features are computed with those in force."""
+        with scope:
+            self.drop_features()
+            yield
+        self.drop_features()
+
     def run(
         self,
         micro_batches: Sequence[PackedMicroBatch],
@@ -154,15 +167,17 @@ class ScheduleRunner:
         forward_step = self._forward_step(read, len(micro_batches) if reduces_early else None, hidden_only)
         self._check_number(len(micro_batches))
         self._offload.onload(PARAM)
+        if self.images is not None and self.images.is_trained:
+            # Ranks with and without images would begin the gathers of the forward in different orders.
+            self.gather_weights()
         if self.gather_is_pending:  # the forward gathers them
             self._offload.mark_changed(PARAM)
         self._config.timers = schedule_timers()
         # Each chunk of an interleaved schedule iterates over the micro-batches separately.
         interleaved = len(self._chunks) > 1
-        with_outputs = self._chunks[-1] if self._runtime.is_last_stage else None
         loaders = [
-            MicroBatchLoader(micro_batches, partial(self._load, has_outputs=chunk is with_outputs))
-            for chunk in self._chunks
+            MicroBatchLoader(micro_batches, partial(self._load, chunk=chunk, with_gradients=not forward_only))
+            for chunk in self._stage.chunks
         ]
 
         def run_schedule() -> list[Any]:
@@ -242,18 +257,22 @@ class ScheduleRunner:
                 code="batch.micro-batches-vpp",
             )
 
-    def _load(self, micro_batch: PackedMicroBatch, *, has_outputs: bool) -> LoadedMicroBatch:
-        """This rank's part of a micro-batch on the device, and all of it for a chunk that has outputs."""
+    def _load(self, micro_batch: PackedMicroBatch, chunk: PackedModel, *, with_gradients: bool) -> LoadedMicroBatch:
+        """A chunk's part of a micro-batch on the device, and all of it for a chunk that has outputs."""
         cp, device = self._runtime.layout.cp, self._runtime.device
         part = context_parallel_part(micro_batch, cp, self._runtime.coordinate.cp, self._multiple)
         if part.positions.dim() > 1 and self._stage.position_rows is None:
             raise DataError("a prompt has tokens of images, and the model sees none", code="image.text-model")
-        if self.images is not None:
+        if self.images is not None and chunk.takes_images:
             # Sequence parallelism scatters the embeddings over the tensor-parallel ranks.
             rank = self._runtime.coordinate.tp if self._multiple > 1 else 0
-            part = replace(part, image_rows=self.images.rows(part.tokens.chunk(self._multiple)[rank]))
+            embedded = part.tokens.chunk(self._multiple)[rank]
+            if with_gradients and chunk.vision_tower is not None:
+                part = replace(part, tower_input=self.images.tower_input(embedded))
+            else:
+                part = replace(part, image_rows=self.images.rows(embedded))
         part = part.to(device)
-        whole = micro_batch.to(device) if has_outputs else None
+        whole = micro_batch.to(device) if chunk.post_process else None
         routed = None if self._routing is None else self._routing.load(micro_batch)
         return LoadedMicroBatch(part, self._stage.sequences(part), whole, routed)
 

@@ -34,6 +34,7 @@ from megarl.megatron.layers.kernels import (
 )
 from megarl.megatron.layers.packed import PackedMicroBatch, SharedPrompts, copy_to, ranges
 from megarl.models.functional import causal_attention, sink_attention
+from megarl.models.vision_tower import ImageRows, TowerInput
 
 
 def attend(
@@ -164,8 +165,9 @@ class MicroBatchPart:
             each rank's padded to ``widest``.
         shared: mapping between stored tokens and whole sequences, if some share their prompt.
         image_rows: indices ``[n]`` int64 of tokens of images, among those that this tensor-parallel rank embeds, and
-            their features ``[n, 1 + deepstack, hidden]`` (:meth:`megarl.models.vision_tower.ImageFeatures.rows`); None
+            their features ``[1 + deepstack, n, hidden]`` (:meth:`megarl.models.vision_tower.ImageFeatures.rows`); None
             without them, and on pipeline stages that do not need them.
+        tower_input: input of the trained vision tower in a pass with gradients, in place of ``image_rows``.
     """
 
     tokens: Tensor
@@ -178,14 +180,19 @@ class MicroBatchPart:
     widest: int
     sources: Tensor
     shared: SharedPrompts | None = None
-    image_rows: tuple[Tensor, Tensor] | None = None
+    image_rows: ImageRows | None = None
+    tower_input: TowerInput | None = None
 
     def to(self, device: torch.device) -> MicroBatchPart:
         """Copy the tensors to ``device``."""
         moved: dict[str, Any] = {name: copy_to(t, device) for name, t in vars(self).items() if isinstance(t, Tensor)}
         if self.image_rows is not None:
             at, features = self.image_rows
-            moved["image_rows"] = copy_to(at, device), copy_to(features, device)
+            moved["image_rows"] = copy_to(at, device), tuple(copy_to(level, device) for level in features)
+        if self.tower_input is not None:
+            at, patches, grids, rows = self.tower_input
+            patches = tuple(copy_to(image, device) for image in patches)
+            moved["tower_input"] = TowerInput(copy_to(at, device), patches, grids, copy_to(rows, device))
         return replace(self, **moved, shared=None if self.shared is None else self.shared.to(device))
 
     def runs(self) -> tuple[tuple[int, int], ...]:

@@ -28,6 +28,7 @@ from megarl.megatron.layers.kernels import (
 )
 from megarl.megatron.layers.packed import SharedPrompts
 from megarl.models.delta_rule import ChunkPlan
+from megarl.models.vision_tower import ImageRows
 
 
 @dataclass
@@ -52,7 +53,7 @@ class PackedSequences(PackedSeqParams):
     sharers: dist.ProcessGroup | None = None
     shared: SharedPrompts | None = None
     chunks: ChunkPlan | None = None
-    image_rows: tuple[Tensor, Tensor] | None = None
+    image_rows: ImageRows | None = None
 
 
 @dataclass

@@ -401,7 +401,7 @@ class TransformerDecoder:
             outputs: indices of the required output tokens, to which the last layer is limited; None = all.
             routes: int16 ``[tokens, expert layers, experts per token]``, filled with the experts of each token;
                 the last layer is then not limited. None = they are not recorded.
-            image_rows: indices ``[n]`` of tokens of images, and their features ``[n, 1 + deepstack, hidden_size]``
+            image_rows: indices ``[n]`` of tokens of images, and their features ``[1 + deepstack, n, hidden_size]``
                 (:meth:`megarl.models.vision_tower.ImageFeatures.rows`); None without.
 
         Returns:
@@ -412,7 +412,7 @@ class TransformerDecoder:
             x = x * self._embedding_scale
         if image_rows is not None:
             at, features = image_rows
-            x = x.index_copy(0, at, features[:, 0])
+            x = x.index_copy(0, at, features[0])
         full, window = self._tables
         rotate = full.rotation(positions)
         rotate_in_window = rotate if window is full else window.rotation(positions)
@@ -420,8 +420,8 @@ class TransformerDecoder:
         for number, (layer, has_window) in enumerate(zip(self._layers, self._has_window, strict=True), 1):
             limit = outputs if layer is last and routes is None else None
             x = layer(x, rotate_in_window if has_window else rotate, attention, limit, routes)
-            if image_rows is not None and number < image_rows[1].shape[1]:
-                x = x.index_add(0, image_rows[0], image_rows[1][:, number])
+            if image_rows is not None and number < len(image_rows[1]):
+                x = x.index_add(0, image_rows[0], image_rows[1][number])
         return x if outputs is None or routes is None else x[outputs]
 
     def logits(self, hidden: Tensor) -> Tensor:

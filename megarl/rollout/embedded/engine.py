@@ -6,8 +6,9 @@ import hashlib
 import math
 import threading
 import time
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import replace
+from functools import partial
 from pathlib import Path
 
 import torch
@@ -19,7 +20,7 @@ from megarl.models.end_tokens import eos_in
 from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.number_formats import dequantize_blocks, quantize_blocks
 from megarl.models.verification import ParamRectangle, tensor_checksum
-from megarl.models.vision_tower import ImageFeatures
+from megarl.models.vision_tower import ImageFeatures, StoredTower
 from megarl.rollout.embedded.decoder import KNOWN_PARAMETERS, TransformerDecoder
 from megarl.rollout.embedded.generation import ContinuousBatcher, FinishedRequest, RouteTable
 from megarl.rollout.embedded.kv_cache import KVCache
@@ -121,10 +122,21 @@ class WeightStore(ShardWeights):
 
 
 class EmbeddedReceiver(ReplicaReceiver):
-    """The only rank's receiver, in this process; ``check_idle`` raises if the engine cannot begin an update now."""
+    """The only rank's receiver, in this process.
 
-    def __init__(self, weights: WeightStore, device: torch.device, check_idle: Callable[[], None]) -> None:
-        self._weights, self._device, self._check_idle = weights, device, check_idle
+    Args:
+        check_idle: raises if the engine cannot begin an update now.
+        changed: called after an update.
+    """
+
+    def __init__(
+        self,
+        weights: WeightStore,
+        device: torch.device,
+        check_idle: Callable[[], None],
+        changed: Callable[[], None],
+    ) -> None:
+        self._weights, self._device, self._check_idle, self._changed = weights, device, check_idle, changed
         self._receiver: BucketReceiver | None = None
         self.locations = [current_location(str(device))]
 
@@ -148,6 +160,7 @@ class EmbeddedReceiver(ReplicaReceiver):
 
     def end(self, version: int) -> None:
         self._connected().end(version)
+        self._changed()
 
     def _connected(self) -> BucketReceiver:
         if self._receiver is None:
@@ -161,7 +174,8 @@ class EmbeddedEngine(RolloutEngine):
     Args:
         options: ``tensor_parallel_size`` must be 1; ``eos_token_ids`` defaults to those of ``config.json``.
         decode: decodes tokens to text; None = requests with stop strings are refused.
-        images: features of images; None = requests with images are refused.
+        images: returns the features of images for the engine's weights by name; None = requests with images are
+            refused.
 
     Raises:
         ConfigError: the engine does not support an option.
@@ -173,7 +187,7 @@ class EmbeddedEngine(RolloutEngine):
         config: ModelConfig,
         options: EngineOptions | None = None,
         decode: Decode | None = None,
-        images: ImageFeatures | None = None,
+        images: Callable[[Callable[[], Mapping[str, Tensor]]], ImageFeatures] | None = None,
     ) -> None:
         options = options or EngineOptions()
         if options.tensor_parallel_size > 1:
@@ -184,7 +198,7 @@ class EmbeddedEngine(RolloutEngine):
             )
         check_model(config)
         super().__init__(config, options)
-        self._decode, self._images = decode, images
+        self._decode = decode
         self._device = torch.device(options.device)
         self._prompt_tokens = PROMPT_TOKENS[self._device.type]
         eos = options.eos_token_ids
@@ -195,7 +209,8 @@ class EmbeddedEngine(RolloutEngine):
         rounds = None if options.quantization is None else weight_map.is_linear
         self._weights = WeightStore(params, getattr(torch, options.dtype), self._device, weight_map.is_float32, rounds)
         self._weights.allocate()
-        self._receiver = EmbeddedReceiver(self._weights, self._device, self._check_idle)
+        self._images = None if images is None else images(lambda: self._weights.tensors)
+        self._receiver = EmbeddedReceiver(self._weights, self._device, self._check_idle, self._weights_changed)
         self._cache: KVCache | None = None
         self._batcher: ContinuousBatcher | None = None
         self._running: set[str] = set()
@@ -248,7 +263,8 @@ class EmbeddedEngine(RolloutEngine):
 
     def load_hf(self, path: str, version: int = 0) -> None:
         reader, weight_map = HFReader(path), WeightMap(self.config)
-        if WeightMap(reader.config).hf_shapes() != weight_map.hf_shapes():
+        trained = self.config.vision is not None and self.config.vision.trained
+        if WeightMap(reader.config.with_trained_tower(trained)).hf_shapes() != weight_map.hf_shapes():
             raise ModelError(f"model folder {path} holds another model than this engine", code="engine.other-model")
         self._check_idle()
         self._weights.begin(version)
@@ -257,6 +273,7 @@ class EmbeddedEngine(RolloutEngine):
         with torch.no_grad():
             self._weights.write((name, (0,) * tensor.dim(), tensor) for name, tensor in params)
         self._weights.end(version)
+        self._weights_changed()
 
     @property
     def receiver(self) -> EmbeddedReceiver:
@@ -305,6 +322,10 @@ class EmbeddedEngine(RolloutEngine):
 
     def _check_idle(self) -> None:
         check_none_running(self._running, "update weights", WeightSyncError)
+
+    def _weights_changed(self) -> None:
+        if self._images is not None:
+            self._images.clear()
 
     def _add_images(self, requests: Sequence[Request]) -> None:
         """Compute features of new images; RequestRefused if that is impossible for one of them."""
@@ -388,9 +409,17 @@ def check_model(config: ModelConfig) -> None:
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """Create the embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     options = replace(options, eos_token_ids=options.end_tokens(model_path))
-    config, images = read_model_config(model_path), None
-    if config.vision is not None:
-        device, dtype = torch.device(options.device), getattr(torch, options.dtype)
-        images = ImageFeatures(config, model_path, device, dtype, dict(options.image_options))
+    config = read_model_config(model_path).with_trained_tower(options.trained_tower)
+    images = None if config.vision is None else partial(_image_features, config, model_path, options)
     has_tokenizer = Path(model_path, "tokenizer_config.json").is_file()
     return EmbeddedEngine(config, options, load_decode(model_path) if has_tokenizer else None, images)
+
+
+def _image_features(
+    config: ModelConfig, model_path: str, options: EngineOptions, weights: Callable[[], Mapping[str, Tensor]]
+) -> ImageFeatures:
+    """Create the features of images, from the folder's frozen tower or the engine's own weights."""
+    assert config.vision is not None
+    device, dtype = torch.device(options.device), getattr(torch, options.dtype)
+    tower = StoredTower(config.vision, weights, device, dtype) if config.vision.trained else None
+    return ImageFeatures(config, model_path, device, dtype, dict(options.image_options), tower)

@@ -342,7 +342,8 @@ def create_sglang(model_path: str, options: EngineOptions) -> SGLangEngine:
     """Create the SGLang engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if not isinstance(options, SGLangOptions):
         options = SGLangOptions(**vars(options))
-    return SGLangEngine(read_model_config(model_path), str(model_path), options)
+    config = read_model_config(model_path).with_trained_tower(options.trained_tower)
+    return SGLangEngine(config, str(model_path), options)
 
 
 def _start(folder: str, max_model_len: int, options: SGLangOptions, loop: RequestLoop) -> SGLangBackend:

@@ -151,8 +151,11 @@ class RoleBuilder:
         if self._has_reference() and not self._reference_has_workers():
             reference = replace(self._log_prob("ref_log_prob"), full_kl=self.config.algorithm.uses_full_kl)
         actor = self.policy.actor
+        settings = self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor", self.policy.model)
         kwargs: dict[str, Any] = {
-            "settings": self._settings(self.policy.model.path, actor.megatron, actor.optim, "actor", self.policy.model),
+            "settings": replace(
+                settings, trained_tower=self.policy.trains_tower, vision_lr_factor=actor.vision_lr_factor
+            ),
             "config": actor,
             "plan": self._update_plan("actor", str(actor.loss_agg_mode), actor.loss_scale_factor),
             "log_prob": replace(self._log_prob("old_log_prob"), sum_pi_squared=self.config.uses_sum_pi_squared),
@@ -249,7 +252,7 @@ class RoleBuilder:
         train, engines = wait_all([actor.submit("sync_place"), rollout.submit_on(members, "sync_places")])
         routes = Routes(tuple(train), tuple(itertools.chain(*engines)), sync.transport)
         plan = build_plan(
-            WeightMap(read_model_config(config.model.path)),
+            WeightMap(read_model_config(config.model.path).with_trained_tower(config.trains_tower)),
             actor.layout,
             RolloutLayout(tp=tp, replicas=len(members), vocab_multiple=engine_vocab_multiple(config.rollout.name)),
             sync.bucket_megabytes * 2**20,
