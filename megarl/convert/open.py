@@ -55,6 +55,7 @@ from megarl.models.hf_folder import (
     ModelIdentity,
     TensorEntry,
     check_model_folder,
+    is_tower,
     tensor_entries,
 )
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
@@ -442,7 +443,7 @@ def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | N
     index = read_index(path)
     keys = [key for key in index.state_dict_metadata if key.startswith(WEIGHT)]
     stored = {t.name.removeprefix(WEIGHT): t for t in stored_tensors(path, index, keys).values()}
-    shaped = config
+    shaped = config = config.with_trained_tower(any(is_tower(config, name) for name in stored))
     if SCORE[0] in stored and SCORE[1] not in stored:
         shaped = without_head_bias(config)
     if document.get("lora"):

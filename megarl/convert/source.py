@@ -69,8 +69,9 @@ class CheckpointSource:
 
     @property
     def tower(self) -> dict[str, TensorView]:
-        """The carried tensors of the vision tower; empty for a model of text."""
-        return {name: view for name, view in self.carried.items() if is_tower(self.config, name)}
+        """The tensors of the vision tower, trained or carried; empty for a model of text."""
+        views = {**self.tensors, **self.carried}
+        return {name: view for name, view in views.items() if is_tower(self.config, name)}
 
     def files(self) -> list[Path]:
         """Return every file with weights, sorted; also those of carried tensors."""

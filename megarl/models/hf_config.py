@@ -160,6 +160,21 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
             f"{field}.expert_tensor_parallel_size=1",
             code="layout.etp-expert-biases",
         )
+    _check_trained_tower(config, layout, field)
+
+
+def _check_trained_tower(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
+    """Check that the layers which add features of a trained vision tower are in the first chunk of the pipeline."""
+    if config.vision is None or not config.vision.trained:
+        return
+    layers = len(layout.layers(config.num_layers, 0, 0))
+    if layers < config.vision.deepstack:
+        raise ConfigError(
+            f"{field}: the first chunk of {layout.describe()} has {layers} decoder layers; the vision tower adds "
+            f"features after each of the first {config.vision.deepstack}, and its gradient stays within the chunk. Set "
+            f"{field}.num_layers_in_first_pipeline_stage, fewer stages, or freeze_vision_tower=true",
+            code="layout.tower-features",
+        )
 
 
 def _check_experts(config: ModelConfig, layout: ParallelLayout, field: str) -> None:

@@ -191,11 +191,6 @@ def test_images_for_a_model_of_text(refuse_images, task):
     assert_error(message, "data.media-column", "data.train_files", "train.parquet", "column 'images', row 0")
 
 
-def test_a_tower_that_is_not_frozen(refuse_images):
-    message = refuse_images("actor_rollout_ref.actor.freeze_vision_tower=false")
-    assert_error(message, "image.trained-tower", "actor_rollout_ref.actor.freeze_vision_tower=false")
-
-
 # Models
 
 

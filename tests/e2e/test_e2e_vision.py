@@ -50,13 +50,16 @@ def trained(arguments, start):
     return finished(start(*arguments, "trainer.hf_export_dir=export", "trainer.rollout_data_dir=dumps"))
 
 
-def test_the_decoder_learns_and_the_export_has_the_tower(trained, squares):
-    before, after = (
-        load_file(folder / "model.safetensors") for folder in (squares / "model", trained.folder / "export")
-    )
+def unchanged_tensors(squares, files):
+    """Names of the tensors that are equal in the initial model and a run's export, and of the tower's."""
+    before, after = (load_file(folder / "model.safetensors") for folder in (squares / "model", files.folder / "export"))
     assert before.keys() == after.keys()
     unchanged = {name for name in before if before[name].equal(after[name])}
-    tower = {name for name in before if name.startswith("visual.")}
+    return unchanged, {name for name in before if name.startswith("visual.")}
+
+
+def test_the_decoder_learns_and_the_export_has_the_tower(trained, squares):
+    unchanged, tower = unchanged_tensors(squares, trained)
     assert tower and tower <= unchanged
     assert not any(name.endswith("proj.weight") for name in unchanged - tower)
 
@@ -66,6 +69,21 @@ def test_a_resumed_run_repeats_the_second_step(trained, arguments, start):
     run = start(*arguments, "trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
     assert run.wait() == 0, run.output
     assert reproducible(RunFiles(run.folder, "vision").steps[2]) == reproducible(trained.steps[2])
+
+
+def test_a_trained_tower_is_synced_exported_and_resumed(arguments, squares, start):
+    """The engine's log-probs after the first step show that it has the new tower."""
+    tower = (f"{ACTOR}.freeze_vision_tower=false", f"{ACTOR}.vision_lr_factor=0.5")
+    files = finished(start(*arguments, *tower, "trainer.hf_export_dir=export"))
+    unchanged, names = unchanged_tensors(squares, files)
+    assert names and not unchanged & names
+    checkpoint = next(files.folder.rglob("global_step_1"))
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    run = start(*arguments, *tower, *resume)
+    assert run.wait() == 0, run.output
+    assert reproducible(RunFiles(run.folder, "vision").steps[2]) == reproducible(files.steps[2])
+    run = start(*arguments, *resume)
+    assert run.wait() != 0 and "vision.trained" in run.output
 
 
 def test_ppo_beside_generation(arguments, start):

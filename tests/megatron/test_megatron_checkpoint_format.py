@@ -77,6 +77,23 @@ def test_blocks_cover_the_elements_of_the_range(data):
     assert len(blocks) <= 3 * len(param.pieces)
 
 
+@given(st.data())
+def test_blocks_of_several_dimensions(data):
+    """As of the convolution of a vision tower; the piece is the last rows."""
+    shape = tuple(data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=5)))
+    first = data.draw(st.integers(0, shape[0] - 1))
+    begin, rows = (first, *(0,) * (len(shape) - 1)), (shape[0] - first, *shape[1:])
+    param = LocalParam("p", rows, (Piece("hf", begin, shape, (0,) * len(shape)),))
+    full = np.arange(np.prod(shape)).reshape(shape)
+    start = data.draw(st.integers(0, int(np.prod(rows))))
+    stop = data.draw(st.integers(start, int(np.prod(rows))))
+    blocks = list(blocks_of_range(param, start, stop))
+    parts = [full[tuple(slice(a, a + n) for a, n in zip(b.start, b.shape, strict=True))].ravel() for b in blocks]
+    assert [block.at for block in blocks] == np.cumsum([0, *map(len, parts)])[: len(blocks)].tolist()
+    assert np.concatenate([[], *parts]).tolist() == full[first:].ravel()[start:stop].tolist()
+    assert len(blocks) <= 2 * len(shape) - 1
+
+
 @pytest.mark.parametrize("parts", [1, 2, 3, 5, 35])
 def test_data_parallel_cuts_cover_each_element_once(parts):
     param = LocalParam("p", SHAPE, (Piece("hf", (2, 0), (9, 5), (0, 0)),))

@@ -8,6 +8,7 @@ import pytest
 import torch
 from safetensors.torch import load_file, save_file
 from support.expected_errors import raises
+from support.vision_families import save_family
 from support.vision_models import PROCESSOR, save_vision_model
 
 from megarl.config import TrainConfig
@@ -27,7 +28,9 @@ def folder(tmp_path_factory):
 
 
 def config(path, teacher=None, **keys: Any):
-    actor = {"freeze_vision_tower": keys.get("freeze", True), "ppo_mini_batch_size": 8}
+    megatron = {"pipeline_model_parallel_size": keys.get("pp", 1)}
+    actor = {"freeze_vision_tower": keys.get("freeze", True), "ppo_mini_batch_size": 8, "megatron": megatron}
+    actor["vision_lr_factor"] = keys.get("factor", 1.0)
     teachers = {"t": {"model_path": str(teacher)}}
     return build(
         TrainConfig,
@@ -42,7 +45,7 @@ def config(path, teacher=None, **keys: Any):
             "critic": {"model": {"path": str(keys["critic"])}} if "critic" in keys else {},
             "distillation": {"enabled": True, "teacher_models": teachers} if teacher else {},
             "reward": {"name": "arithmetic", "model": {"enable": "reward" in keys, "path": keys.get("reward")}},
-            "trainer": {"experiment_name": "x", "device": "cpu", "n_gpus_per_node": 1, "nnodes": 1},
+            "trainer": {"experiment_name": "x", "device": "cpu", "n_gpus_per_node": keys.get("pp", 1), "nnodes": 1},
         },
     )
 
@@ -55,12 +58,25 @@ def with_config(folder, target, section="", **changes):
     return target
 
 
-def test_a_tower_must_be_frozen(folder):
+def test_a_tower_may_be_frozen_or_trained(folder):
     check_learners(config(folder), weights=False)
     check_learners(config(folder), weights=True)
-    with raises("image.trained-tower", "actor_rollout_ref.actor.freeze_vision_tower=false", "true"):
-        check_learners(config(folder, freeze=False), weights=False)
+    check_learners(config(folder, freeze=False), weights=True)
     check_learners(config(folder, freeze=False, lora=4), weights=False)
+
+
+@pytest.mark.parametrize(("freeze", "lora"), [(True, 0), (False, 4)])
+def test_a_learning_rate_without_a_trained_tower_is_refused(folder, freeze, lora):
+    with raises("image.no-trained-tower", "actor_rollout_ref.actor.vision_lr_factor=0.5"):
+        check_learners(config(folder, freeze=freeze, lora=lora, factor=0.5), weights=False)
+
+
+def test_layers_with_features_of_a_trained_tower_are_in_the_first_chunk(tmp_path):
+    save_family(tmp_path, "qwen3_vl")
+    check_learners(config(tmp_path, pp=4), weights=False)
+    with raises("layout.tower-features", "actor_rollout_ref.actor.megatron", "first 2"):
+        check_learners(config(tmp_path, pp=4, freeze=False), weights=False)
+    check_learners(config(tmp_path, pp=2, freeze=False), weights=False)
 
 
 def test_a_model_without_a_tower_does_not_freeze_it(folder, tmp_path):

@@ -14,7 +14,6 @@ import math
 from collections import defaultdict
 from collections.abc import Collection, Iterable, Iterator, Mapping, Sequence
 from dataclasses import replace
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -368,26 +367,37 @@ class TensorBlock(NamedTuple):
 def blocks_of_range(param: LocalParam, start: int, stop: int) -> Iterator[TensorBlock]:
     """Find the rectangles of Hugging Face tensors in elements ``[start, stop)`` of a flattened local parameter.
 
-    Each piece of the parameter gives at most three: the end of a row, whole rows, the beginning of a row. Vocabulary
-    padding is in none.
+    A piece of an ``n``-dimensional parameter gives at most ``2n - 1``: parts of rows at both ends, and whole rows
+    between them. Vocabulary padding is in none.
 
     Raises:
-        ValueError: another dimension than the first and the last is larger than 1, or a piece does not span whole rows,
-            unlike in training layouts.
+        ValueError: a piece does not span whole rows, unlike in training layouts.
     """
     width = math.prod(param.shape[1:])
-    between = len(param.shape) - 2  # dimensions of size 1
     for piece in param.pieces:
-        if any(size != 1 for size in param.shape[1:-1]) or piece.shape[1:] != param.shape[1:]:
+        if piece.shape[1:] != param.shape[1:]:
             raise ValueError(f"'{param.name}' of shape {list(param.shape)}: {piece} does not span its rows")
         base = piece.at[0] * width
         low, high = max(start, base) - base, min(stop, base + math.prod(piece.shape)) - base
-        # Cut at the first and the last row end: a run is whole rows, or a part of one row.
-        cuts = {low, high, *(end for end in (-(-low // width) * width, high // width * width) if low <= end <= high)}
-        for first, last in pairwise(sorted(cuts)) if low < high else ():
-            row, column = divmod(first, width)
-            rows, columns = divmod(last - first, width)
-            corner = (row, *(0,) * between, column)[: len(param.shape)]
-            shape = (rows or 1, *(1,) * between, width if rows else columns)[: len(param.shape)]
+        at = base + low - start
+        for corner, shape in _rectangles(piece.shape, low, high):
             corner_in_tensor = tuple(a + b for a, b in zip(piece.start, corner, strict=True))
-            yield TensorBlock(piece.hf_name, corner_in_tensor, shape, base + first - start)
+            yield TensorBlock(piece.hf_name, corner_in_tensor, shape, at)
+            at += math.prod(shape)
+
+
+def _rectangles(shape: tuple[int, ...], low: int, high: int) -> Iterator[tuple[tuple[int, ...], tuple[int, ...]]]:
+    """Divide elements ``[low, high)`` of a flattened array into rectangles, in order: corner and shape of each."""
+    if low >= high:
+        return
+    width = math.prod(shape[1:])
+    first, last = -(-low // width), high // width  # whole rows
+    if low < first * width:
+        before = (first - 1) * width
+        parts = _rectangles(shape[1:], low - before, min(high - before, width))
+        yield from (((first - 1, *corner), (1, *extent)) for corner, extent in parts)
+    if first < last:
+        yield (first, *(0,) * (len(shape) - 1)), (last - first, *shape[1:])
+    if first <= last and last * width < high:
+        parts = _rectangles(shape[1:], 0, high - last * width)
+        yield from (((last, *corner), (1, *extent)) for corner, extent in parts)

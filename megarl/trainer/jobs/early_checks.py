@@ -123,9 +123,9 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
         return
     policy = config.actor_rollout_ref
     _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
+    _check_tower(config)
     _check_adapters(policy.model.path, policy.model, policy.actor.megatron, "actor_rollout_ref.model", weights=weights)
     check_router_replay(read_model_config(policy.model.path), policy.actor.router_replay.mode)
-    _check_frozen_tower(config)
     if config.uses_reference and policy.ref.megatron is not None:
         _check_model(policy.model.path, policy.ref.megatron, "actor_rollout_ref.ref.megatron", weights=weights)
     if config.uses_critic:
@@ -184,17 +184,24 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
     return list(teachers.values())
 
 
-def _check_frozen_tower(config: TrainConfig) -> None:
-    """Check that the policy's vision tower is frozen, and that a policy without one does not freeze it."""
-    policy = config.actor_rollout_ref
+def _check_tower(config: TrainConfig) -> None:
+    """Check the keys of the policy's vision tower against its model, and the layout of a trained one."""
+    policy, field = config.actor_rollout_ref, "actor_rollout_ref.actor"
     model, frozen = read_model_config(policy.model.path), policy.actor.freeze_vision_tower
-    key = f"actor_rollout_ref.actor.freeze_vision_tower={str(frozen).lower()}"
     if model.vision is None and frozen:
-        text = f"{key} has no effect: {model.architecture} of {policy.model.path} has no vision tower; remove the key"
-        raise ConfigError(text, code="image.no-tower")
-    if model.vision is not None and not frozen and not policy.model.lora_rank:
-        text = f"{key}: training the vision tower of {model.architecture} is not supported yet; set it to true"
-        raise ConfigError(text, code="image.trained-tower")
+        raise ConfigError(
+            f"{field}.freeze_vision_tower=true has no effect: {model.architecture} of {policy.model.path} has no "
+            "vision tower; remove the key",
+            code="image.no-tower",
+        )
+    if policy.actor.vision_lr_factor != 1 and (model.vision is None or not policy.trains_tower):
+        raise ConfigError(
+            f"{field}.vision_lr_factor={policy.actor.vision_lr_factor} has no effect: no vision tower is trained; "
+            "remove the key",
+            code="image.no-trained-tower",
+        )
+    if policy.trains_tower:
+        check_role(model.with_trained_tower(), policy.actor.megatron, f"{field}.megatron")
 
 
 def check_same_images(policy: str, other: str, key: str) -> None:

@@ -52,7 +52,9 @@ def fingerprints(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
     """Compute the model fingerprint of each learning role, to check that a checkpoint is of the same model."""
     if isinstance(config, SupervisedConfig):
         return {config.role: model_fingerprint(read_model_config(config.model.path))}
-    prints = {"actor": model_fingerprint(read_model_config(config.actor_rollout_ref.model.path))}
+    policy = config.actor_rollout_ref
+    actor = read_model_config(policy.model.path).with_trained_tower(policy.trains_tower)
+    prints = {"actor": model_fingerprint(actor)}
     if config.uses_critic:
         prints["critic"] = model_fingerprint(read_model_config(str(config.critic.model.path)))
     return prints
