@@ -234,7 +234,7 @@ tokens of the whole batch. verl's sampler and megarl's shuffle rows differently.
 """
 
 SHARES = (
-    ("all", 31, 91, 83, 96),
+    ("all", 31, 92, 83, 96),
     ("on GPUs", 27, 94, 88, 97),
     ("on GPUs, generating with SGLang", 9, 95, 92, 97),
 )

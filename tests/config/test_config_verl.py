@@ -104,6 +104,7 @@ def test_translated(key, value, to, becomes):
         ("reward_model.megatron.use_mbridge", True),
         ("reward_model.launch_reward_fn_async", True),
         (f"{ACTOR}.megatron.override_transformer_config.use_fused_rmsnorm", True),
+        (f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff", 0.01),  # no balancing type
         ("sync.delta.enable", False),
         ("trainer.replay_order", None),
         ("sync.delta.full_freq", 10),
@@ -128,11 +129,6 @@ def test_accepted_without_a_change(key, value):
         ("critic.model.lora.freeze_vision_projection", False, "config.verl-value"),
         ("actor_rollout_ref.model.lora.dropout", 0.1, "config.verl-value"),
         (f"{ACTOR}.ppo_micro_batch_size", 8, "config.verl-key: micro_batch_size_per_gpu"),
-        (
-            f"{ACTOR}.megatron.override_transformer_config.moe_aux_loss_coeff",
-            0.01,
-            "config.transformer-field-without-effect: moe_router_load_b",
-        ),
         (f"{ACTOR}.router_replay.record_file", "routes.pt", "config.verl-value"),
         ("actor_rollout_ref.ref.router_replay.mode", "R2", "config.verl-feature"),
         (f"{ACTOR}.megatron.override_transformer_config.num_layers", 4, "config.owned-transformer-field"),
@@ -275,6 +271,13 @@ def test_notes_show_no_secrets():
     values = {"custom_reward_function.reward_kwargs.api_key": "abc-123", "retriever.url": "http://me:hunter22@h/r"}
     notes = "\n".join(verl_notes(TrainConfig, with_keys(values)))
     assert notes.count("<redacted>") == 2 and "abc-123" not in notes and "hunter22" not in notes
+
+
+def test_a_balancing_loss_has_its_effect_with_its_type():
+    fields = {"moe_aux_loss_coeff": 0.01, "moe_router_load_balancing_type": "seq_aux_loss"}
+    path = f"{ACTOR}.megatron.override_transformer_config"
+    config = build(TrainConfig, with_keys({f"{path}.{name}": value for name, value in fields.items()}))
+    assert config.actor_rollout_ref.actor.megatron.override_transformer_config == fields
 
 
 def test_notes_on_translated_keys_and_keys_without_effect():

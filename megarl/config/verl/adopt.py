@@ -134,6 +134,8 @@ class _Adopter:
             accepted = " or ".join(map(format_value, rule.values))
             text = f"is accepted as {accepted} only: {rule.why}" if accepted else rule.why
             self._refuse(source, value, text, code="config.verl-value")
+        elif isinstance(rule, NoEffect) and lookup(self.tree, f"{path.rpartition('.')[0]}.{rule.unless}") is not None:
+            _set(self.tree, path, value)
         elif isinstance(rule, NoEffect):
             self.notes.append(f"{source}={_shown(value, source)} has no effect: {rule.why}")
         elif isinstance(rule, Renamed):

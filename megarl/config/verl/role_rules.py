@@ -236,6 +236,9 @@ _TRANSFORMER: dict[str, Rule] = {
         Refused("the model family defines the router"),
     ),
     **_each("moe_token_dispatcher_type moe_enable_deepep", NoEffect("the token dispatcher is all-to-all")),
+    "moe_aux_loss_coeff": NoEffect(
+        "verl's models balance nothing unless moe_router_load_balancing_type is set", "moe_router_load_balancing_type"
+    ),
     "moe_grouped_gemm": Only((True,), "one kernel computes the experts if Transformer Engine is installed"),
     "masked_softmax_fusion": NoEffect("attention kernels include mask and softmax"),
     "persist_layer_norm": NoEffect("it concerns LayerNorm, and the norm is RMSNorm"),

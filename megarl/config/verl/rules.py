@@ -20,6 +20,7 @@ class NoEffect:
     """Accepted at every value, since it cannot change the results of megarl; noted once per run."""
 
     why: str
+    unless: str = ""  # name of a key of the same section with which it has its effect; empty = none
 
 
 @dataclass(frozen=True)

@@ -153,7 +153,7 @@ class TrainDryRun(DryRun):
         train, devices = layout_of(policy.actor.megatron), self.config.trainer.num_devices
         own, hybrid = policy.rollout.own_devices, config.hybrid_replicas * policy.rollout.devices_per_replica
         engines = [(devices if own else 0) + rank % (own or devices) for rank in range(rollout.world_size - hybrid)]
-        weight_map = WeightMap(read_model_config(policy.model.path))
+        weight_map = WeightMap(read_model_config(policy.model.path).with_trained_tower(policy.trains_tower))
         placement = Placement.of_devices(
             [rank % devices for rank in range(train.world_size)],
             [*engines, *range(hybrid)],
