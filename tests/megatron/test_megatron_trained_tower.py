@@ -19,8 +19,13 @@ from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch
 from megarl.megatron.engine.options import OverlapOptions, RecomputeOptions
 from megarl.models import ParallelLayout
 
-FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5")
-CI = {"qwen2_5_vl": "single+ tp2cp2sp pp2vpp2 dp2+", "qwen3_vl": "single tp2sp cp2", "qwen3_5": "tp2sp"}
+FAMILIES = ("qwen2_5_vl", "qwen3_vl", "qwen3_5", "qwen3_vl_moe")
+CI = {
+    "qwen2_5_vl": "single+ tp2cp2sp pp2vpp2 dp2+",
+    "qwen3_vl": "single tp2sp cp2",
+    "qwen3_5": "tp2sp",
+    "qwen3_vl_moe": "ep2",
+}
 MORE = {"qwen2_5_vl": "cp2 tp2pp2 tp2sp+", "qwen3_vl": "single+ dp2", "qwen3_5": "single+ pp2vpp2"}
 CASES = [(family, case) for table in of_release([CI], [MORE]) for family in table for case in table[family].split()]
 FULL = RecomputeOptions("full", "uniform", 1)
