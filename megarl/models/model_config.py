@@ -160,6 +160,8 @@ class Vision:
     """The three kinds of pairs alternate as long as there are pairs of all, and do not follow one another."""
     deepstack: int = 0
     """Number of decoder layers, from the first on, after which further features of the tower are added."""
+    trained: bool = False
+    """The tower's parameters belong to the model and are trained; otherwise they are frozen, and exports copy them."""
     settings: dict[str, Any] = field(default_factory=dict, compare=False, repr=False)
     """The section of ``config.json`` that describes the tower."""
 
@@ -298,6 +300,10 @@ class ModelConfig(Traits):
         """The padding token of ``config.json``; None if it has none."""
         token = self.settings.get("pad_token_id")
         return token if type(token) is int and token >= 0 else None
+
+    def with_trained_tower(self, trained: bool = True) -> ModelConfig:
+        """Return the same model with a trained vision tower, or a frozen one; unchanged for a model of text only."""
+        return self if self.vision is None else replace(self, vision=replace(self.vision, trained=trained))
 
     def as_reward_model(self, pad_token_id: int | None = None) -> ModelConfig:
         """Return the same decoder with a scalar head, as transformers' sequence classification with one label.
