@@ -19,7 +19,7 @@ FLOAT32 = 4
 def tower_cost(
     job: PlannedJob, role: PlannedRole, planned: PlannedPass, hardware: Hardware, lengths: Lengths
 ) -> PhaseCost:
-    """Return the cost of the vision tower in a pass; nothing for a model of text, or where a pass has the features."""
+    """Return the cost of the vision tower in a pass; nothing for a model of text, or if features exist."""
     flops = 0.0
     updates = planned.updates and role.trains_tower
     if (planned == role.passes[0] or role.trains_tower) and role.model.vision is not None and job.rollout is not None:
