@@ -1,4 +1,4 @@
-"""transformers' class of a vision tower, the shapes of its tensors, and its compute cost."""
+"""transformers' class of a vision tower, and the shapes of its tensors."""
 
 from __future__ import annotations
 
@@ -28,27 +28,6 @@ def tower_parameters(vision: Vision) -> int:
 def tower_shapes(vision: Vision) -> dict[str, tuple[int, ...]]:
     """Return the shapes of a vision tower's parameters by name in a model folder, without allocating them."""
     return _shapes(vision, json.dumps(vision.settings, sort_keys=True))
-
-
-def tower_flops(vision: Vision, tokens: float) -> float:
-    """Count the floating-point operations of a tower's forward pass over one image of ``tokens`` tokens.
-
-    Two per weight and patch, in the mergers per weight and token; and per pair of patches, in Qwen2.5-VL mostly of the
-    same window, two products with ``hidden_size`` elements. Position embeddings, norms and softmax are not counted.
-    """
-    config = tower_class(vision).config_class(**vision.settings)
-    patches_per_token = config.spatial_merge_size**2
-    patches = patches_per_token * tokens
-    weights = sum(
-        math.prod(shape) / (patches_per_token if "merger" in name else 1)
-        for name, shape in tower_shapes(vision).items()
-        if len(shape) > 1 and not name.endswith("pos_embed.weight")
-    )
-    full = len(getattr(config, "fullatt_block_indexes", range(config.depth)))
-    attended = full * patches
-    if full < config.depth:
-        attended += (config.depth - full) * min(patches, (config.window_size // config.patch_size) ** 2)
-    return float(patches * (2 * weights + 4 * config.hidden_size * attended))
 
 
 def check_tower_shapes(folder: Path | str, vision: Vision, shapes: Mapping[str, tuple[int, ...]]) -> None:

@@ -12,8 +12,7 @@ from typing import NamedTuple
 from megarl.base.formatting import DTYPE_BYTES
 from megarl.config.schema.jobs import ROLLOUT
 from megarl.models import ModelConfig
-from megarl.models.sequence_cost import sequence_cost
-from megarl.models.tower_class import tower_flops
+from megarl.models.sequence_cost import sequence_cost, tower_flops
 from megarl.ops.plan.flops import Cost, Lengths, PhaseCost, layers_elements
 from megarl.ops.plan.hardware import CollectiveGroup, Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedRollout

@@ -8,7 +8,8 @@ the whole tower and the images of its data-parallel rank, and the other stages w
 from __future__ import annotations
 
 from megarl.models.model_config import Vision
-from megarl.models.tower_class import tower_class, tower_flops, tower_shapes
+from megarl.models.sequence_cost import tower_flops
+from megarl.models.tower_class import tower_class, tower_shapes
 from megarl.ops.plan.flops import BACKWARD, Cost, Lengths, PhaseCost
 from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedPass, PlannedRole

@@ -12,7 +12,8 @@ from torch.autograd.graph import saved_tensors_hooks
 from megarl.config import TrainConfig
 from megarl.config.build import build
 from megarl.models import parse_model_config, read_model_config
-from megarl.models.tower_class import tower_class, tower_flops, tower_parameters
+from megarl.models.sequence_cost import tower_flops
+from megarl.models.tower_class import tower_class, tower_parameters
 from megarl.ops.plan import generation, tower
 from megarl.ops.plan.flops import lengths_of
 from megarl.ops.plan.hardware import read_hardware
