@@ -15,7 +15,7 @@ from megarl.models import parse_model_config, read_model_config
 from megarl.models.sequence_cost import tower_flops
 from megarl.models.tower_class import tower_class, tower_parameters
 from megarl.ops.plan import generation, tower
-from megarl.ops.plan.flops import lengths_of
+from megarl.ops.plan.flops import lengths_of, rank_elements
 from megarl.ops.plan.hardware import read_hardware
 from megarl.ops.plan.job import planned_job
 from megarl.ops.plan.memory import plan_memory
@@ -141,6 +141,7 @@ def test_a_trained_tower_has_gradients_and_optimizer_state_on_the_first_stage(tm
     options = {"pipeline_model_parallel_size": 1, "use_distributed_optimizer": distributed}
     frozen, trained = (vision_job(tmp_path, "grpo", frozen, **options).role("actor") for frozen in (True, False))
     before, after = StateCounter(frozen).of(0), StateCounter(trained).of(0)
+    assert rank_elements(trained, 0).total - rank_elements(frozen, 0).total == tower
     padding = 64 * len(list(model.named_parameters()))
     assert after.parameters - before.parameters == tower
     assert 0 <= (after.weights - before.weights) // 4 - tower <= padding
