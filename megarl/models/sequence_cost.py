@@ -1,4 +1,4 @@
-"""Compute cost of a sequence, per token and per pair of tokens in attention, and of an image in a vision tower."""
+"""Compute cost of a sequence, per token and per pair of tokens, and of an image in a vision tower."""
 
 from __future__ import annotations
 

@@ -183,6 +183,14 @@ def test_a_running_server_must_have_the_tower_and_the_image_processor(vision, na
         _check_server_info("http://host:1", info | {name: value}, vision.folder, engine)
 
 
+def test_a_running_server_may_have_no_further_settings_of_its_image_processor(vision):
+    engine = SGLangOptions(device="cuda", deterministic=False)
+    for none in ({}, {"mm_process_config": None}, {"mm_process_config": {}}):
+        _check_server_info("http://host:1", none, vision.folder, engine)
+    with raises("sglang.server-mismatch", "mm_process_config", error=ConfigError):
+        _check_server_info("http://host:1", {"mm_process_config": {"image": OPTIONS}}, vision.folder, engine)
+
+
 class Model(torch.nn.Module):
     """Parameters by dotted name, as SGLang's model has them."""
 
