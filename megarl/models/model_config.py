@@ -148,6 +148,8 @@ class Vision:
 
     image_token: int
     """Token of the vocabulary that stands for an image in the chat template."""
+    video_token: int
+    """The one that stands for a video; a policy may draw both tokens like any other."""
     tower: str
     """transformers' class of the tower, after the name of its module, such as ``qwen2_5_vl``."""
     prefix: str

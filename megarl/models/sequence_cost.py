@@ -1,11 +1,13 @@
-"""Compute cost of a sequence: operations per token, and per pair of tokens in attention."""
+"""Compute cost of a sequence, per token and per pair of tokens, and of an image in a vision tower."""
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from megarl.models.model_config import LinearAttention, ModelConfig
+from megarl.models.model_config import LinearAttention, ModelConfig, Vision
+from megarl.models.tower_class import tower_class, tower_shapes
 
 CHUNK = 64
 """Maximum tokens of a chunk of the gated delta rule."""
@@ -91,6 +93,27 @@ def layer_cost(config: ModelConfig, layer: int) -> SequenceCost:
 def head_cost(config: ModelConfig, *, value_head: bool = False) -> SequenceCost:
     """Count the floating-point operations of the output layer, or of a scalar head."""
     return SequenceCost(2.0 * config.hidden_size * (1 if value_head else config.vocab_size))
+
+
+def tower_flops(vision: Vision, tokens: float) -> float:
+    """Count the floating-point operations of a vision tower's forward pass over one image of ``tokens`` tokens.
+
+    Two per weight and patch, in the mergers per weight and token; and per pair of patches, in Qwen2.5-VL mostly of the
+    same window, two products with ``hidden_size`` elements. Position embeddings, norms and softmax are not counted.
+    """
+    config = tower_class(vision).config_class(**vision.settings)
+    patches_per_token = config.spatial_merge_size**2
+    patches = patches_per_token * tokens
+    weights = sum(
+        math.prod(shape) / (patches_per_token if "merger" in name else 1)
+        for name, shape in tower_shapes(vision).items()
+        if len(shape) > 1 and not name.endswith("pos_embed.weight")
+    )
+    full = len(getattr(config, "fullatt_block_indexes", range(config.depth)))
+    attended = full * patches
+    if full < config.depth:
+        attended += (config.depth - full) * min(patches, (config.window_size // config.patch_size) ** 2)
+    return float(patches * (2 * weights + 4 * config.hidden_size * attended))
 
 
 def _attention_weights(config: ModelConfig) -> int:

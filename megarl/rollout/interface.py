@@ -345,8 +345,8 @@ class RolloutEngine(abc.ABC):
         ignored.
         """
 
-    def can_continue(self, params: SamplingParams) -> bool:
-        """Return whether requests with these parameters may have a :attr:`Request.prior`."""
+    def can_continue(self, request: Request) -> bool:
+        """Return whether a request may have its :attr:`Request.prior`."""
         return True
 
     def _names_with(self, requests: Sequence[Request], running: Iterable[str]) -> set[str]:

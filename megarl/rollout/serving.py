@@ -268,7 +268,7 @@ class EngineServer:
 
     def _startable(self, request: Request) -> Request:
         """Drop the prior tokens of a request that the engine cannot continue, and count them."""
-        if request.prior is None or self._engine.can_continue(request.params):
+        if request.prior is None or self._engine.can_continue(request):
             return request
         self._open[request.request_id].discarded += len(request.prior_ids)
         return replace(request, prior=None)

@@ -219,7 +219,7 @@ class TimedEngine:
     def interrupt_poll(self):
         pass
 
-    def can_continue(self, params):
+    def can_continue(self, request):
         return True
 
     def submit(self, requests):

@@ -3,10 +3,12 @@
 import pytest
 import torch
 import transformers
+from support.vision_families import FAMILIES, save_family
 from torch.utils.flop_counter import FlopCounterMode
 
-from megarl.models import parse_model_config
-from megarl.models.sequence_cost import TOKENS, sequence_cost
+from megarl.models import parse_model_config, read_model_config
+from megarl.models.sequence_cost import TOKENS, sequence_cost, tower_flops
+from megarl.models.tower_class import tower_class
 
 SIZES = {
     "num_hidden_layers": 3,
@@ -86,3 +88,18 @@ def test_pairs_beyond_the_window_cost_nothing():
 def test_costs_of_sequences():
     assert TOKENS.of([3, 5]) == [3, 5]
     assert TOKENS._replace(quadratic=2).of([3, 5]) == [21, 55]
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_tower_flops_equal_those_of_a_forward_pass(tmp_path, family):
+    """For images of whole windows; eager attention, as torch does not count its own kernel for CPUs."""
+    save_family(tmp_path, family)
+    vision = read_model_config(tmp_path).vision
+    config = tower_class(vision).config_class(**vision.settings, attn_implementation="eager")
+    tower = tower_class(vision)(config)
+    patch = 3 * config.temporal_patch_size * config.patch_size**2
+    for rows, columns in ((2, 2), (4, 8), (6, 4)):
+        grid = torch.tensor([[1, 2 * rows, 2 * columns]])
+        with FlopCounterMode(display=False) as counter, torch.no_grad():
+            tower(torch.zeros(4 * rows * columns, patch), grid_thw=grid)
+        assert counter.get_total_flops() == tower_flops(vision, rows * columns)

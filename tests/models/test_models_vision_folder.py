@@ -74,7 +74,7 @@ def test_published_configs_of_qwen25(size):
     assert (config.ffn_hidden_size, config.vocab_size) == (sizes["intermediate_size"], sizes["vocab_size"])
     assert config.tie_word_embeddings == (size == "3B")
     assert (config.rope_theta, config.rms_norm_eps, config.rope_scaling) == (1e6, 1e-6, None)
-    assert config.vision == Vision(151655, TOWER_OF_QWEN25, "visual.", (16, 24, 24))
+    assert config.vision == Vision(151655, 151656, TOWER_OF_QWEN25, "visual.", (16, 24, 24))
     assert config.vision.settings["out_hidden_size"] == sizes["hidden_size"]
 
 
@@ -99,7 +99,7 @@ def test_published_config_of_qwen3_vl():
     assert (config.vocab_size, config.max_position_embeddings) == (151936, 262144)
     assert not config.tie_word_embeddings
     tower = "qwen3_vl.Qwen3VLVisionModel"
-    assert config.vision == Vision(151655, tower, "visual.", (24, 20, 20), True, True, deepstack=3)
+    assert config.vision == Vision(151655, 151656, tower, "visual.", (24, 20, 20), True, True, deepstack=3)
 
 
 def test_published_config_of_qwen3_vl_with_experts():
@@ -108,7 +108,7 @@ def test_published_config_of_qwen3_vl_with_experts():
     assert (config.num_attention_heads, config.num_key_value_heads, config.head_dim) == (32, 4, 128)
     assert config.experts == Experts(count=128, per_token=8, ffn_hidden_size=768, layers=(True,) * 48)
     tower = "qwen3_vl_moe.Qwen3VLMoeVisionModel"
-    assert config.vision == Vision(151655, tower, "visual.", (24, 20, 20), True, True, deepstack=3)
+    assert config.vision == Vision(151655, 151656, tower, "visual.", (24, 20, 20), True, True, deepstack=3)
     shapes = file_shapes(WeightMap(config).hf_shapes(), stacked_parts(config))
     assert shapes["model.layers.47.mlp.experts.gate_up_proj"] == (128, 2048, 1536)
     assert shapes["model.layers.0.mlp.experts.down_proj"] == (128, 768, 2048)
@@ -157,7 +157,7 @@ def test_published_config_of_qwen35():
     config = parse_model_config(raw)
     assert (config.num_layers, config.hidden_size, config.head_dim, config.rotary_dim) == (64, 5120, 256, 64)
     assert config.linear is not None and sum(config.linear.layers) == 48
-    assert config.vision == Vision(248056, "qwen3_5.Qwen3_5VisionModel", "visual.", (11, 11, 10), True, True)
+    assert config.vision == Vision(248056, 248057, "qwen3_5.Qwen3_5VisionModel", "visual.", (11, 11, 10), True, True)
     assert config.language_architecture == "Qwen3_5ForConditionalGeneration"
     without = with_multi_token_layers(raw, config, ["model.norm.weight"])
     assert without["text_config"] == text | {"mtp_num_hidden_layers": 0}

@@ -175,7 +175,7 @@ def test_paused_requests_continue_with_the_next_weights(make_folder, monkeypatch
 
 
 def test_a_request_that_the_engine_cannot_continue_begins_again(engine, monkeypatch):
-    monkeypatch.setattr(engine, "can_continue", lambda params: params.repetition_penalty == 1)
+    monkeypatch.setattr(engine, "can_continue", lambda request: request.params.repetition_penalty == 1)
     penalized = SamplingParams(20, ignore_eos=True, repetition_penalty=1.2)
     new = Request("new", [3, 11, 12], penalized, 4)
     (whole,) = engine.generate([new])

@@ -123,9 +123,10 @@ def test_a_continued_request_has_its_images(vision, request_with_images):
     assert payload["input_ids"][-2:] == [6, 8] and len(payload["image_data"]) == 3
 
 
-def test_the_image_token_in_a_text_is_refused(vision, request_with_images):
-    request = replace(request_with_images, prompt_ids=[*request_with_images.prompt_ids, IMAGE])
-    with raises("sglang.image-placeholder", IMAGE, error=RequestRefused):
+@pytest.mark.parametrize("token", [IMAGE, IMAGE + 1])
+def test_tokens_of_images_and_videos_in_a_text_are_refused(vision, request_with_images, token):
+    request = replace(request_with_images, prompt_ids=[*request_with_images.prompt_ids, token])
+    with raises("sglang.image-placeholder", token, error=RequestRefused):
         payload_of(request, vision)
 
 
@@ -180,6 +181,14 @@ def test_a_running_server_must_have_the_tower_and_the_image_processor(vision, na
     _check_server_info("http://host:1", info, vision.folder, engine)
     with raises("sglang.server-mismatch", name, error=ConfigError):
         _check_server_info("http://host:1", info | {name: value}, vision.folder, engine)
+
+
+def test_a_running_server_may_have_no_further_settings_of_its_image_processor(vision):
+    engine = SGLangOptions(device="cuda", deterministic=False)
+    for none in ({}, {"mm_process_config": None}, {"mm_process_config": {}}):
+        _check_server_info("http://host:1", none, vision.folder, engine)
+    with raises("sglang.server-mismatch", "mm_process_config", error=ConfigError):
+        _check_server_info("http://host:1", {"mm_process_config": {"image": OPTIONS}}, vision.folder, engine)
 
 
 class Model(torch.nn.Module):

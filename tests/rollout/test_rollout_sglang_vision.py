@@ -1,10 +1,15 @@
 """Images in the real SGLang: its reading of our requests, and generation."""
 
+from dataclasses import replace
+from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
+from sglang_engines import API_KEY
 from support import vision_families, vision_models
+from support.expected_errors import raises
 from support.vision_families import as_published, save_family
 from support.vision_models import END, IMAGE, START, VOCABULARY, png, save_vision_model
 from tokenizers import Tokenizer, models
@@ -15,6 +20,7 @@ from megarl.base.image_files import ImageProcessor
 from megarl.base.image_tokens import image_spans, multimodal_positions, with_placeholders
 from megarl.models import read_model_config
 from megarl.rollout import Request, SamplingParams, create_engine
+from megarl.rollout.serving import EngineServer
 from megarl.rollout.sglang.backend import request_payload
 from megarl.rollout.sglang.options import SGLangOptions, load_shim, request_of, server_arg_names, server_args
 
@@ -114,12 +120,12 @@ def saved(folder, monkeypatch, seed, family):
     return str(folder)
 
 
-@pytest.mark.parametrize("family", ["qwen2_5_vl", "qwen3_vl", "qwen3_vl_moe"])
-def test_sglang_generates_as_the_embedded_engine_does(tmp_path, monkeypatch, family):
-    """After loading a folder, and after a sync of the language model alone; options reach SGLang's image processor."""
-    first, second = (saved(tmp_path / str(seed), monkeypatch, seed, family) for seed in range(2))
-    image_options = {"max_pixels": 28 * 28 * 16}
-    read = ImageProcessor(first, image_options).read
+IMAGE_OPTIONS = {"max_pixels": 28 * 28 * 16}
+
+
+def assert_generates_as_the_embedded_engine(engine, first, second):
+    """After loading a folder, and after a sync of the language model alone."""
+    read = ImageProcessor(first, IMAGE_OPTIONS).read
     images = [read(png(140, 84), "0"), read(png(56, 112, 1), "1"), read(png(300, 280, 2), "large")]
     large, params = images[2], SamplingParams(8, temperature=0.0, ignore_eos=True)
     assert large.rows * large.columns <= 16
@@ -127,16 +133,86 @@ def test_sglang_generates_as_the_embedded_engine_does(tmp_path, monkeypatch, fam
     parts[2] += [*images[1].token_ids, END, 5]
     used = [[], images[:1], [large, images[1]]]
     requests = [Request(f"r{n}", ids, params, n, images=used[n]) for n, ids in enumerate(parts)]
-    engine = create_engine("sglang", first, SGLangOptions(image_options=image_options))
-    expected = create_engine("embedded", first, SGLangOptions(image_options=image_options))
+    expected = create_engine("embedded", first, SGLangOptions(image_options=IMAGE_OPTIONS))
+    engine.load_hf(first)
+    for version, folder in enumerate((first, second)):
+        if version:
+            update(engine, folder, version)
+        expected.load_hf(folder)
+        for ours, theirs in zip(expected.generate(requests), engine.generate(requests), strict=True):
+            assert theirs.token_ids == ours.token_ids
+            assert theirs.log_probs == pytest.approx(ours.log_probs, abs=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("family", "ranks"), [("qwen2_5_vl", 1), ("qwen2_5_vl", 2), ("qwen3_vl", 1), ("qwen3_vl", 2), ("qwen3_vl_moe", 1)]
+)
+def test_sglang_generates_as_the_embedded_engine_does(tmp_path, monkeypatch, family, ranks):
+    """Options reach SGLang's image processor; several ranks split the tower, too."""
+    folders = [saved(tmp_path / str(seed), monkeypatch, seed, family) for seed in range(2)]
+    options = SGLangOptions(image_options=IMAGE_OPTIONS, tensor_parallel_size=ranks)
+    engine = create_engine("sglang", folders[0], options)
     try:
-        engine.load_hf(first)
-        for version, folder in enumerate((first, second)):
-            if version:
-                update(engine, folder, version)
-            expected.load_hf(folder)
-            for ours, theirs in zip(expected.generate(requests), engine.generate(requests), strict=True):
-                assert theirs.token_ids == ours.token_ids
-                assert theirs.log_probs == pytest.approx(ours.log_probs, abs=1e-5)
+        assert_generates_as_the_embedded_engine(engine, *folders)
+    finally:
+        engine.shutdown()
+
+
+def test_a_running_server_generates_with_images(tmp_path, monkeypatch):
+    folders = [saved(tmp_path / str(seed), monkeypatch, seed, "qwen2_5_vl") for seed in range(2)]
+    options = SGLangOptions(image_options=IMAGE_OPTIONS, api_key=API_KEY)
+    owner = create_engine("sglang", folders[0], replace(options, mode="http"))
+    try:
+        attached = replace(options, url=owner.url)
+        with raises("sglang.server-mismatch", "mm_process_config"):
+            create_engine("sglang", folders[0], replace(attached, image_options={"max_pixels": 784}))
+        engine = create_engine("sglang", folders[0], attached)
+        assert_generates_as_the_embedded_engine(engine, *folders)
+        engine.shutdown()
+    finally:
+        owner.shutdown()
+
+
+def draw_placeholders(engine, folder, request):
+    """Exchange rows of the output layer, so that a greedy response has the tokens of image and video."""
+    file = Path(folder) / "model.safetensors"
+    for placeholder in (IMAGE, IMAGE + 1):
+        engine.load_hf(folder)
+        (done,) = engine.generate([request])
+        drawn = next(token for token in done.token_ids if token not in (IMAGE, IMAGE + 1))
+        tensors = load_file(file)
+        head = tensors["lm_head.weight"]
+        head[[drawn, placeholder]] = head[[placeholder, drawn]]
+        save_file(tensors, file, metadata={"format": "pt"})
+    engine.load_hf(folder)
+
+
+def test_a_policy_may_draw_the_tokens_of_images_and_videos(tmp_path, monkeypatch):
+    """They are text: in responses with and without images, and in prompts without; others begin again."""
+    folder = saved(tmp_path / "first", monkeypatch, 0, "qwen2_5_vl")
+    image = ImageProcessor(folder).read(png(140, 84), "0")
+    params = SamplingParams(8, temperature=0.0, ignore_eos=True)
+    prompt = [1, START, *image.token_ids, END, 5]
+    text = Request("text", [9, IMAGE, START, 8, IMAGE + 1, 7], params, 0)
+    seen = Request("seen", prompt, params, 1, images=[image])
+    expected = create_engine("embedded", folder, SGLangOptions())
+    draw_placeholders(expected, folder, seen)
+    engine = create_engine("sglang", folder, SGLangOptions())
+    try:
+        engine.load_hf(folder)
+        ours, theirs = expected.generate([text, seen]), engine.generate([text, seen])
+        assert {IMAGE, IMAGE + 1} <= set(ours[1].token_ids[:6])
+        for one, two in zip(ours, theirs, strict=True):
+            assert two.token_ids == one.token_ids
+            assert two.log_probs == pytest.approx(one.log_probs, abs=1e-5)
+        prior = replace(theirs[1], token_ids=theirs[1].token_ids[:6], log_probs=theirs[1].log_probs[:6])
+        interrupted = replace(seen, prior=prior)
+        assert not engine.can_continue(interrupted) and engine.can_continue(replace(text, prior=prior))
+        with raises("sglang.no-continuation"):
+            engine.submit([interrupted])
+        server = EngineServer(engine)
+        server.accept("client", [interrupted])
+        done = next(done for _ in range(60) for done in server.completions("client", 1.0))
+        assert done.token_ids == theirs[1].token_ids and done.discarded_tokens == 6
     finally:
         engine.shutdown()

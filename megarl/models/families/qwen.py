@@ -227,12 +227,13 @@ def _vision(
 
     Args:
         tower: transformers' class.
-        image_token: default of ``image_token_id``.
+        image_token: default of ``image_token_id``; that of ``video_token_id`` is the next one.
         interleaved: default sections of positions that interleave, in files with nested names.
     """
     refuse_settings(rope_section(raw), mrope_interleaved=interleaved is not None)
     return Vision(
         image_token=count(raw, "image_token_id", image_token, least=0),
+        video_token=count(raw, "video_token_id", image_token + 1, least=0),
         tower=tower,
         prefix="visual.",
         sections=position_sections(raw, interleaved),

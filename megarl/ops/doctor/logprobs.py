@@ -20,8 +20,10 @@ import torch
 
 from megarl.base.commands import exit_code
 from megarl.base.errors import DataError, ModelError
+from megarl.base.formatting import count_noun
 from megarl.data.rollout_dump import RolloutDump
 from megarl.data.tokenizers import open_tokenizer
+from megarl.ops.doctor.dump_images import DumpImages
 
 AGREES = 1e-4  # mean absolute difference of log-probs, in nats, below which two float32 computations agree
 EXPLAINED = 0.3  # a temperature explains a difference if at most this share of it remains
@@ -38,6 +40,7 @@ _ROWS = {
     "temperature": "best temperature",
 }
 """Rows of the report: fields of a side, with their labels."""
+_IMAGES_FROM = "--run FOLDER of a run whose data files have the images"
 LogProbsAt = Callable[[Sequence[float]], np.ndarray]  # maps temperatures to log-probs `[temperatures, tokens]`
 
 
@@ -186,14 +189,22 @@ def _cause(name: str, side: SideDiagnosis, diagnosis: Diagnosis, temperature: fl
     return text and f"{side.cause.value}: {text}"
 
 
-def render_diagnosis(name: str, dump: RolloutDump, diagnosis: Diagnosis, retokenized: int | None) -> str:
-    """Render the report of a dump; ``retokenized`` rows encode to other ids, None without a tokenizer."""
+def render_diagnosis(
+    name: str, dump: RolloutDump, diagnosis: Diagnosis, retokenized: int | None, left_out: int = 0
+) -> str:
+    """Render the report of a dump.
+
+    Args:
+        retokenized: number of rows that encode to other ids; None without a tokenizer.
+        left_out: number of rows with images that were not compared.
+    """
     metadata = dump.metadata
     versions = ", ".join(map(str, sorted(set(dump.weight_versions.tolist()))))
     lines = [
         f"{name}: step {metadata.step}, {len(dump)} rows, {diagnosis.tokens} generated tokens, temperature "
         f"{metadata.temperature:g}, weight version {versions}",
         f"engine {metadata.engine} in {metadata.engine_dtype}, actor in {metadata.actor_dtype}",
+        *([f"{count_noun(left_out, 'row')} with images left out; needed: {_IMAGES_FROM}"] if left_out else []),
         "",
         f"{'mean |difference| of log-probs to transformers':<48}{'engine':>12}{'actor':>12}",
         *(
@@ -227,7 +238,8 @@ def main(argv: Sequence[str] | None = None) -> int:
 
     def diagnose() -> int:
         for path in dump_files(arguments.dumps):
-            print(diagnose_dump(path, arguments.model, arguments.rows, arguments.device), end="\n\n")
+            report = diagnose_dump(path, arguments.model, arguments.rows, arguments.device, arguments.run)
+            print(report, end="\n\n")
         return 0
 
     return exit_code(diagnose, bad_input=())
@@ -254,20 +266,23 @@ def dump_files(arguments: Sequence[str]) -> Iterator[Path]:
         yield from files
 
 
-def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
+def diagnose_dump(path: Path, model: str, rows: int, device: str, run: str | None = None) -> str:
     """Compare a dump with transformers and render the report.
 
     Args:
         model: Hugging Face folder of the weights at the beginning of the step.
-        rows: maximum number of rows to analyse; rows with images, which a dump does not contain, are left out.
+        rows: maximum number of rows to analyse.
+        run: folder of the run, whose data files have the images; None = rows with images are left out.
 
     Raises:
-        DataError, ModelError: the dump or the model cannot be read, or they do not match.
+        ConfigError, DataError, ModelError: the dump, the model or the run cannot be read, or they do not match.
     """
     whole = RolloutDump.load(path)
-    chosen = [row for row, ids in enumerate(whole.prompts) if ids.min(initial=0) >= 0][:rows]
+    images = DumpImages.of(whole, model, run)
+    readable = [row for row in range(len(whole)) if images.can_read(whole, row)]
+    chosen, left_out = readable[:rows], len(whole) - len(readable)
     if len(whole) and not chosen:
-        text = f"{path}: every row has an image, and a dump contains none; expected at least one row of text only"
+        text = f"{path}: every row has images, which a dump does not contain; expected {_IMAGES_FROM}, or rows of text"
         raise DataError(text, code="doctor.rows-with-images")
     columns = [field.name for field in dataclasses.fields(whole) if field.name not in ("metadata", "weight_versions")]
     values: dict[str, Any] = {name: [getattr(whole, name)[row] for row in chosen] for name in columns}
@@ -276,23 +291,28 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
     if len(engine) == 0:
         raise DataError(f"{path} has no generated token", code="doctor.no-generated-token")
     temperature = dump.metadata.temperature
-    rounded = ReferenceModel(model, torch.bfloat16, device).log_probs(dump, [temperature])[0]
-    exact = ReferenceModel(model, torch.float32, device)
+    rounded = ReferenceModel(model, torch.bfloat16, device, images).log_probs(dump, [temperature])[0]
+    exact = ReferenceModel(model, torch.float32, device, images)
     in_bfloat16 = (dump.metadata.engine_dtype == "bfloat16", dump.metadata.actor_dtype == "bfloat16")
     diagnosis = diagnose(
         engine, actor, temperature, lambda temperatures: exact.log_probs(dump, temperatures), rounded, in_bfloat16
     )
-    return render_diagnosis(str(path), dump, diagnosis, retokenized(dump, model))
+    return render_diagnosis(str(path), dump, diagnosis, retokenized(dump, model), left_out)
 
 
 class ReferenceModel:
     """Plain transformers model of a Hugging Face folder; computes one row at a time.
 
+    Args:
+        images: images of the rows; None = they have none.
+
     Raises:
         ModelError: the folder's model cannot be loaded.
     """
 
-    def __init__(self, folder: str | Path, dtype: torch.dtype, device: str = "cpu") -> None:
+    def __init__(
+        self, folder: str | Path, dtype: torch.dtype, device: str = "cpu", images: DumpImages | None = None
+    ) -> None:
         from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 
         try:
@@ -304,7 +324,7 @@ class ReferenceModel:
                 f"cannot load a language model from {folder}: {error}", code="doctor.model-not-loaded"
             ) from error
         self.model = model.to(device).eval()
-        self.folder, self.device = folder, device
+        self.folder, self.device, self.images = folder, device, images or DumpImages()
 
     @torch.no_grad()
     def log_probs(self, dump: RolloutDump, temperatures: Sequence[float]) -> np.ndarray:
@@ -317,17 +337,17 @@ class ReferenceModel:
         return np.concatenate(parts, axis=1)
 
     def _row(self, dump: RolloutDump, row: int, temperatures: Sequence[float]) -> np.ndarray:
-        ids = torch.from_numpy(np.concatenate([dump.prompts[row], dump.responses[row]]).astype(np.int64))
+        ids = np.concatenate([dump.prompts[row], dump.responses[row]]).astype(np.int64)
         vocabulary = self.model.get_input_embeddings().num_embeddings
         if int(ids.max()) >= vocabulary:
             raise ModelError(
                 f"row {row} of the dump has token {int(ids.max())}; the vocabulary of {self.folder} has {vocabulary}",
                 code="doctor.dump-of-other-model",
             )
-        ids = ids.to(self.device)
-        logits = self.model(ids[None]).logits[0, len(dump.prompts[row]) - 1 : -1].float()
+        inputs = {name: values.to(self.device) for name, values in self.images.inputs(ids).items()}
+        logits = self.model(**inputs).logits[0, len(dump.prompts[row]) - 1 : -1].float()
         generated = torch.from_numpy(dump.generated[row].astype(bool)).to(self.device)
-        logits, chosen = logits[generated], ids[len(dump.prompts[row]) :][generated]
+        logits, chosen = logits[generated], inputs["input_ids"][0, len(dump.prompts[row]) :][generated]
         each = [(logits / t).log_softmax(-1).gather(1, chosen[:, None])[:, 0] for t in temperatures]
         return torch.stack(each).double().cpu().numpy()
 
@@ -361,6 +381,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--model", required=True, help="Hugging Face folder of the weights at the beginning of the step"
     )
+    parser.add_argument("--run", metavar="FOLDER", help="folder of the run, to read the images of its prompts")
     parser.add_argument("--rows", type=int, default=64, help="rows of each dump to analyse")
     parser.add_argument("--device", default="cpu", help="device, such as cuda")
     return parser

@@ -17,6 +17,7 @@ from megarl.base.errors import ConfigError
 from megarl.config import SupervisedConfig, TrainConfig
 from megarl.models import ModelConfig
 from megarl.models.sequence_cost import SequenceCost, head_cost, layer_cost
+from megarl.models.tower_class import tower_parameters
 from megarl.ops.plan.hardware import Hardware
 from megarl.ops.plan.job import PlannedRole
 
@@ -150,7 +151,8 @@ def rank_elements(role: PlannedRole, stage: int) -> Elements:
         shared += model.vocab_size * model.hidden_size
     if stage == layout.pp - 1 and not role.value_head and not (model.tie_word_embeddings and layout.pp == 1):
         shared += model.vocab_size * model.hidden_size
-    return Elements(shared / layout.tp, routed / (layout.ep * layout.expert_tp))
+    tower = tower_parameters(model.vision) if stage == 0 and model.vision and role.trains_tower else 0
+    return Elements(shared / layout.tp + tower, routed / (layout.ep * layout.expert_tp))
 
 
 def optimized_elements(role: PlannedRole, held: Elements) -> float:

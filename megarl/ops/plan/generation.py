@@ -12,7 +12,7 @@ from typing import NamedTuple
 from megarl.base.formatting import DTYPE_BYTES
 from megarl.config.schema.jobs import ROLLOUT
 from megarl.models import ModelConfig
-from megarl.models.sequence_cost import sequence_cost
+from megarl.models.sequence_cost import sequence_cost, tower_flops
 from megarl.ops.plan.flops import Cost, Lengths, PhaseCost, layers_elements
 from megarl.ops.plan.hardware import CollectiveGroup, Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedRollout
@@ -174,7 +174,11 @@ def generation_cost(
     running = samples * response / steps
     shared = rollout.samples_per_prompt if rollout.config.name == "sglang" else 1
     cost = model.prefill(samples / shared, prompt).plus(model.step(running, prompt + response / 2).times(steps))
+    # One image fills each prompt, whose samples share its features.
+    tower = rollout.prompts * tower_flops(rollout.model.vision, prompt) if rollout.model.vision else 0.0
+    on_device = tower / (rollout.replicas * rollout.tp)
+    cost = cost.plus(Cost(compute=hardware.compute_s(on_device, rollout.config.dtype)))
     # A response token attends to the prompt and to all previous tokens.
     pairs = prompt**2 / shared + response * (2 * prompt + response)
-    flops = rollout.samples * (model.flops.linear * (prompt / shared + response) + model.attention * pairs)
+    flops = rollout.samples * (model.flops.linear * (prompt / shared + response) + model.attention * pairs) + tower
     return PhaseCost.of("gen", cost, flops, len(job.pool_of(ROLLOUT).numbers), hardware)

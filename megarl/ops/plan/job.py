@@ -82,6 +82,11 @@ class PlannedRole:
         return self.layout.tp > 1 and (self.megatron.sequence_parallel or self.model.experts is not None)
 
     @property
+    def trains_tower(self) -> bool:
+        """Whether the vision tower is trained, too."""
+        return self.model.vision is not None and self.model.vision.trained
+
+    @property
     def section(self) -> str:
         """Config section of the role's devices."""
         return TEACHERS if self.path.startswith(f"{TEACHERS}.") else self.path.removesuffix(".megatron")
@@ -313,7 +318,7 @@ def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> Plann
     return _role(
         "actor",
         "actor_rollout_ref.actor.megatron",
-        model,
+        model.with_trained_tower(not policy.actor.freeze_vision_tower and not policy.model.lora_rank),
         policy.actor.megatron,
         tuple(passes),
         trains=True,

@@ -235,7 +235,7 @@ def _stage_components(role: PlannedRole, stage: StageMemory, phase: str) -> Iter
     updates = planned is not None and planned.updates
     if planned is not None or sends or not megatron.param_offload:
         yield Component(role.name, "weights", states.weights)
-        if stage.stage == 0:
+        if stage.stage == 0 and not role.trains_tower:
             yield Component(role.name, "vision tower", tower_bytes(role.model, role.dtype_bytes))
     activations = stage.activations[phase] if planned is not None else None
     # The optimizer of a single step is onloaded after the activations are freed.

@@ -25,6 +25,7 @@ from megarl.models.model_config import LinearAttention
 from megarl.models.partition import logits_chunk_rows
 from megarl.models.sequence_cost import CHUNK
 from megarl.ops.plan.job import PlannedJob, PlannedPass, PlannedRole
+from megarl.ops.plan.tower import saved_bytes
 
 FLOAT32, INT64 = 4, 8
 NOTHING: frozenset[str] = frozenset()
@@ -321,6 +322,9 @@ def role_activations(
     if planned.updates:
         layers, recomputed = kept_by_layers(role, tokens, stage, planned.micro_batches, fused=fused)
         ends = end_bytes(role, tokens, stage)
+        if stage == 0 and role.trains_tower and role.model.vision is not None:
+            in_images = in_flight(role.layout.pp, role.layout.vpp, stage, planned.micro_batches)[0] * planned.tokens
+            layers += in_images * saved_bytes(role.model.vision, role.dtype_bytes)
     if stage == role.layout.pp - 1:
         # The micro-batch has the hidden states of all context-parallel ranks, and this rank copies its part.
         ends += planned.kl_hidden_bytes * (planned.outputs + tokens.outputs)

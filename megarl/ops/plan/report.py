@@ -68,6 +68,8 @@ def _overview(plan: Estimate) -> ReportSection:
         f"{model.architecture}, {model.num_layers} layers of width {model.hidden_size}",
         plan.lengths.describe(),
     ]
+    if model.vision is not None and job.rollout is not None:
+        lines.append("images: memory and work as if one image filled each prompt, the most that images can cost")
     return ReportSection("Plan", lines)
 
 

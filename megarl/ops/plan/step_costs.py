@@ -23,6 +23,7 @@ from megarl.config.batch import MicroBatches
 from megarl.config.schema.jobs import ROLLOUT, TEACHERS
 from megarl.data.balance import common_micro_batch_count
 from megarl.models import WeightMap
+from megarl.models.tower_class import tower_parameters
 from megarl.ops.plan.flops import (
     BACKWARD,
     Cost,
@@ -39,6 +40,7 @@ from megarl.ops.plan.generation import generation_cost
 from megarl.ops.plan.hardware import CollectiveGroups, Hardware
 from megarl.ops.plan.job import PlannedJob, PlannedPass, PlannedRole
 from megarl.ops.plan.states import FLOAT32, MOMENTS
+from megarl.ops.plan.tower import tower_cost
 from megarl.sharding.placement import Placement, RolloutLayout
 from megarl.sharding.plan import build_plan
 
@@ -268,7 +270,10 @@ def sync_s(job: PlannedJob, hardware: Hardware) -> float:
         return 0.0
     model = job.rollout.model
     elements = sum(layers_elements(model, range(model.num_layers))) + 2 * model.vocab_size * model.hidden_size
-    nbytes = elements * job.role("actor").dtype_bytes / job.rollout.tp
+    actor = job.role("actor")
+    if actor.trains_tower and model.vision is not None:
+        elements += tower_parameters(model.vision)
+    nbytes = elements * actor.dtype_bytes / job.rollout.tp
     ends = (pool.numbers[place] for pool in (job.pools[0], job.pool_of(ROLLOUT)) for place in (0, -1))
     nodes = {job.slot(device, hardware.devices_per_node).node for device in ends}
     return hardware.transfer_s(nbytes, within_node=len(nodes) == 1)
@@ -353,7 +358,8 @@ def pass_costs(job: PlannedJob, role: PlannedRole, hardware: Hardware, lengths: 
     """Yield the costs of a role's passes."""
     model = PassModel(role, hardware, lengths, job.pool_of(role.section).devices_per_node)
     for planned in role.passes:
-        yield model.cost(planned, job.micro_batches(role, planned))
+        cost = model.cost(planned, job.micro_batches(role, planned))
+        yield cost.plus(tower_cost(job, role, planned, hardware, lengths))
 
 
 def sync_cost(job: PlannedJob, hardware: Hardware) -> PhaseCost:

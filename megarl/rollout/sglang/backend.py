@@ -229,8 +229,8 @@ def request_payload(
         urls: of images in other requests; None = none are held.
 
     Raises:
-        RequestRefused: ``min_p`` in deterministic mode, whose sampler lacks it; or the text of a prompt with images,
-            or its response so far, has the token that stands for an image.
+        RequestRefused: ``min_p`` in deterministic mode, whose sampler lacks it; or the text of a prompt with images
+            has a token that stands for an image or video.
     """
     params = request.params
     if every_token and params.min_p:
@@ -258,22 +258,27 @@ def request_payload(
         sampling["sampling_seed"] = request.seed
     payload = {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "return_logprob": True, "rid": rid}
     if vision is not None and request.images:
-        payload |= _image_fields(request, vision.image_token, urls or ImageURLs())
+        payload |= _image_fields(request, vision, urls or ImageURLs())
     if request.routes_from is not None:
         payload |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
     return payload
 
 
-def _image_fields(request: Request, image_token: int, urls: ImageURLs) -> dict[str, Any]:
-    if image_token in request.prompt_ids:
+def placeholders_in(ids: Sequence[int], vision: Vision | None) -> list[int]:
+    """Return the tokens of text that SGLang takes for an image or video if the prompt has images."""
+    return [] if vision is None else [number for number in ids if number in (vision.image_token, vision.video_token)]
+
+
+def _image_fields(request: Request, vision: Vision, urls: ImageURLs) -> dict[str, Any]:
+    if placeholders := placeholders_in(request.prompt_ids, vision):
         raise RequestRefused(
-            f"request '{request.request_id}': the token {image_token}, which stands for an image, is in the text of a "
-            "prompt with images, or in its response so far; SGLang would take it for another image",
+            f"request '{request.request_id}': the token {placeholders[0]}, which stands for an image or a video, is in "
+            "the text of a prompt with images, or in an earlier response; SGLang would look for another file",
             code="sglang.image-placeholder",
         )
     files = {image.key: urls.of(image) for image in request.images}
     return {
-        "input_ids": with_placeholders(request.prompt_ids, image_token, once=True),
+        "input_ids": with_placeholders(request.prompt_ids, vision.image_token, once=True),
         "image_data": [files[span.key] for span in image_spans(request.prompt_ids)],
     }
 

@@ -25,7 +25,6 @@ from megarl.rollout.interface import (
     RequestRefused,
     RolloutEngine,
     RolloutError,
-    SamplingParams,
     Tag,
     check_none_running,
     check_tags,
@@ -43,6 +42,7 @@ from megarl.rollout.sglang.backend import (
     SGLangBackend,
     StoppedProcesses,
     parse_completion,
+    placeholders_in,
     request_payload,
 )
 from megarl.rollout.sglang.model_checks import check_model_runs
@@ -169,9 +169,11 @@ class SGLangEngine(RolloutEngine):
             completions.append(result)
         return completions
 
-    def can_continue(self, params: SamplingParams) -> bool:
-        """SGLang sees the tokens of this part only for stop strings and penalties."""
-        return not params.stop and params.repetition_penalty == 1
+    def can_continue(self, request: Request) -> bool:
+        """SGLang sees the tokens of this part only for stop strings and penalties, and looks for images in others."""
+        if request.images and placeholders_in(request.prior_ids, self.config.vision):
+            return False
+        return not request.params.stop and request.params.repetition_penalty == 1
 
     def abort(self, request_ids: Iterable[str]) -> None:
         for name in request_ids:
@@ -323,10 +325,10 @@ class SGLangEngine(RolloutEngine):
 
     def _check_request(self, request: Request) -> None:
         super()._check_request(request)
-        if request.prior is not None and not self.can_continue(request.params):
+        if request.prior is not None and not self.can_continue(request):
             raise RequestRefused(
-                f"request '{request.request_id}': SGLang cannot continue a response with stop strings or a "
-                "repetition penalty; submit it without prior",
+                f"request '{request.request_id}': SGLang cannot continue a response with stop strings or a repetition "
+                "penalty, or one to images that has the token of an image or video; submit it without prior",
                 code="sglang.no-continuation",
             )
         if request.params.stop and not self._decodes:

@@ -35,6 +35,7 @@ from megarl.models import read_model_config
 from megarl.rollout.interface import EngineLost, RequestRefused, RolloutError
 from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult, RequestLoop, stopped_processes
 from megarl.rollout.sglang.options import (
+    IMAGE_SETTINGS,
     KEY,
     ROUTES_ARGUMENT,
     RankRendezvous,
@@ -195,9 +196,14 @@ def attach(url: str, folder: str, options: SGLangOptions, loop: RequestLoop) -> 
 
 
 def _check_server_info(url: str, info: Mapping[str, Any], folder: str, options: SGLangOptions) -> None:
-    expected = {"tp_size": options.tensor_parallel_size, "skip_tokenizer_init": not decodes(folder, options)}
+    expected: dict[str, Any] = {
+        "tp_size": options.tensor_parallel_size,
+        "skip_tokenizer_init": not decodes(folder, options),
+    }
     if read_model_config(folder).vision is not None:
         expected |= image_arguments(options)
+        if not options.image_options and info.get(IMAGE_SETTINGS):
+            expected[IMAGE_SETTINGS] = None
     for name, value in expected.items():
         if info.get(name, value) != value:
             raise ConfigError(

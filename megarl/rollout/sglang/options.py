@@ -41,6 +41,8 @@ CACHE_TOKENS = "max_total_tokens"
 """Argument of SGLang with the tokens that its cache holds, of all requests together."""
 IMAGE_CACHE = "mm_preprocess_cache_size_mb"
 """Argument of SGLang with the memory for processed images."""
+IMAGE_SETTINGS = "mm_process_config"
+"""Argument of SGLang with settings of its image processor."""
 FRACTION = "mem_fraction_static"
 """Argument of SGLang with the share of the free memory for weights and KV cache."""
 _CPU = {
@@ -74,7 +76,7 @@ _ENGINE_ARGS = (
     "base_gpu_id",
     ROUTES_ARGUMENT,
     "image_processor_backend",
-    "mm_process_config",
+    IMAGE_SETTINGS,
 )
 
 # Arguments that change the parameters of SGLang's ranks, with the values that do not.
@@ -215,7 +217,7 @@ def image_arguments(options: EngineOptions) -> dict[str, Any]:
     A weight sync sends the language model only.
     """
     arguments = {"load_format": "auto", "image_processor_backend": "pil"}
-    return arguments | ({"mm_process_config": {"image": dict(options.image_options)}} if options.image_options else {})
+    return arguments | ({IMAGE_SETTINGS: {"image": dict(options.image_options)}} if options.image_options else {})
 
 
 def model_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[str, Any]:

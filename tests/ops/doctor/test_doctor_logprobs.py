@@ -1,16 +1,23 @@
 """``megarl doctor logprobs`` on dumps with one built-in fault each."""
 
 import copy
+import json
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import numpy as np
+import pyarrow as pa
+import pyarrow.parquet as pq
 import pytest
 import torch
-from support.vision_models import save_vision_model
+from support.vision_models import END, IMAGE, START, png, save_vision_model
 
+from megarl.base.image_files import ImageProcessor
+from megarl.base.image_tokens import Image, image_spans, with_placeholders
 from megarl.cli import main
+from megarl.data.rollout_dump import DumpMetadata, RolloutDump
+from megarl.ops.doctor.dump_images import DumpImages
 from megarl.ops.doctor.logprobs import ReferenceModel
 
 Models = tuple[Path, Any, Any]
@@ -141,10 +148,12 @@ def test_unreadable_dumps_and_models_are_refused(models, healthy, tmp_path, caps
 
 def test_rows_with_images_are_left_out(diagnose, models, healthy, tmp_path, capsys):
     prompts = [row.astype(np.int64) for row in healthy.prompts]
-    prompts[0][1] = -5
+    (token,) = Image(b"", 1, 1, key=7).token_ids
+    prompts[0][1] = token
     report = diagnose(replace(healthy, prompts=prompts))
     assert verdict(report) == "none: engine and actor agree" and "step 4, 3 rows" in report
-    (tmp_path / "1.npz").write_bytes(replace(healthy, prompts=[row - 1000 for row in prompts]).encoded())
+    assert "1 row with images left out" in report
+    (tmp_path / "1.npz").write_bytes(replace(healthy, prompts=[np.array([token])] * 4).encoded())
     assert main(["doctor", "logprobs", str(tmp_path / "1.npz"), "--model", str(models[0])]) == 1
     assert capsys.readouterr().err.endswith("[doctor.rows-with-images]\n")
 
@@ -155,6 +164,71 @@ def test_a_model_with_images_is_compared_on_text(tmp_path):
     ids = torch.arange(3, 9)[None]
     with torch.no_grad():
         torch.testing.assert_close(loaded(ids).logits, model(ids).logits)
+
+
+@pytest.fixture(scope="module")
+def run_with_images(tmp_path_factory):
+    """Folders of a model and of a run, the dump of its step, and the file with the images of its rows."""
+    folder = tmp_path_factory.mktemp("run")
+    model = save_vision_model(folder / "model")
+    processor = ImageProcessor(str(folder / "model"), {"max_pixels": 28 * 28 * 12})
+    files = [png(140, 84), png(56, 112, 1), png(84, 84, 2)]
+    images = [processor.read(file, "") for file in files]
+    first, second, third = ([START, *image.token_ids, END] for image in images)
+    prompts = [[1, *first, 5, *second, 6], [9, 8, 7], [2, *first, 4], [3, *third]]
+    responses, log_probs = [[7, 9, 11], [4, 5], [8, 6, 3, 2], [5]], []
+    for prompt, response in zip(prompts, responses, strict=True):
+        ids = torch.tensor([with_placeholders([*prompt, *response], IMAGE)])
+        inputs = {"input_ids": ids, "mm_token_type_ids": (ids == IMAGE).long()}
+        if spans := image_spans(prompt):
+            shown = [image for span in spans for image in images if image.key == span.key]
+            inputs["pixel_values"] = torch.cat([torch.from_numpy(processor.patches(image)) for image in shown])
+            inputs["image_grid_thw"] = torch.tensor([[1, 2 * image.rows, 2 * image.columns] for image in shown])
+        with torch.no_grad():
+            logits = (model(**inputs).logits[0, len(prompt) - 1 : -1] / 0.7).log_softmax(-1)
+        log_probs.append(logits.gather(1, torch.tensor(response)[:, None])[:, 0].numpy())
+    generated = [np.ones(len(row), dtype=bool) for row in responses]
+    arrays = [[np.array(row) for row in rows] for rows in (prompts, responses)]
+    metadata = DumpMetadata(4, 0.7, "embedded", "float32", "float32")
+    dump = RolloutDump(metadata, *arrays, generated, log_probs, log_probs, np.full(4, 3))
+    (folder / "4.npz").write_bytes(dump.encoded())
+    rows = [
+        {"prompt": [{"role": "user", "content": "<image>" * len(shown)}], "images": [{"bytes": file} for file in shown]}
+        for shown in (files[2:], files[:2])
+    ]
+    pq.write_table(pa.Table.from_pylist(rows), folder / "train.parquet")
+    data = {"train_files": [str(folder / "train.parquet")], "prompt_key": "prompt", "image_key": "images"}
+    config = {"data": data | {"mm_processor_kwargs": {"max_pixels": 28 * 28 * 12}}}
+    (folder / "config.yaml").write_text(json.dumps(config), encoding="utf-8")
+    return folder
+
+
+def test_images_are_read_from_the_data_files_of_the_run(run_with_images, capsys):
+    command = ["doctor", "logprobs", str(run_with_images), "--model", str(run_with_images / "model")]
+    assert main([*command, "--run", str(run_with_images)]) == 0
+    report = capsys.readouterr().out
+    assert verdict(report) == "none: engine and actor agree"
+    assert "4 rows, 10 generated tokens" in report and "left out" not in report
+    assert main(command) == 0
+    assert "1 rows, 2 generated tokens" in (report := capsys.readouterr().out)
+    assert "3 rows with images left out" in report
+
+
+def test_rows_that_transformers_cannot_read_are_left_out(run_with_images):
+    """An image is in no data file; a response has the token that stands for an image."""
+    folder = run_with_images
+    dump = RolloutDump.load(folder / "4.npz")
+    dump.responses[2][1] = IMAGE
+    images = DumpImages.of(dump, str(folder / "model"), str(folder))
+    missing = replace(images, files={key: images.files[key] for key in list(images.files)[:1]})
+    assert [images.can_read(dump, row) for row in range(4)] == [True, True, False, True]
+    assert [missing.can_read(dump, row) for row in range(4)] == [False, True, False, True]
+
+
+def test_a_folder_without_a_run_is_refused(run_with_images, tmp_path, capsys):
+    command = ["doctor", "logprobs", str(run_with_images), "--model", str(run_with_images / "model")]
+    assert main([*command, "--run", str(tmp_path)]) == 1
+    assert capsys.readouterr().err.endswith("[doctor.no-run]\n")
 
 
 def test_folder_reports_all_steps_with_limited_rows(models, healthy, tmp_path, capsys):
