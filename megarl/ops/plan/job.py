@@ -318,7 +318,7 @@ def _actor(config: TrainConfig, batches: BatchPlan, model: ModelConfig) -> Plann
     return _role(
         "actor",
         "actor_rollout_ref.actor.megatron",
-        model.with_trained_tower(not policy.actor.freeze_vision_tower and not policy.model.lora_rank),
+        model.with_trained_tower(policy.trains_tower),
         policy.actor.megatron,
         tuple(passes),
         trains=True,

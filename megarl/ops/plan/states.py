@@ -4,7 +4,6 @@ The weight map gives the parameters of a rank. With the distributed optimizer, M
 buffers. Each parameter starts at a multiple of 64 elements. Each bucket is padded so that the data-parallel ranks
 divide it at a multiple of 128. A rank holds the optimizer state of the elements in its share of each bucket. Gradients
 are float32. For bfloat16 weights, the optimizer has float32 copies of its share. Adam's two running means are float32.
-A trained vision tower, whole on each rank of the first stage, is counted without padding.
 """
 
 from __future__ import annotations
@@ -115,11 +114,6 @@ class StateCounter:
         for buffer, among, ranks in self._buffers(params, rank):
             numel += buffer.numel
             share += buffer.share(among, ranks) if distributed else buffer.numel
-        if self.role.trains_tower and layout.coordinate(rank).pp == 0:
-            tower = tower_bytes(self.role.model, 1)
-            numbers.append(tower)
-            numel += tower
-            share += tower // (layout.dp * layout.cp if distributed else 1)
         return RankStates(
             parameters=sum(numbers),
             weights=numel * width + exact * FLOAT32 + frozen,
