@@ -258,6 +258,7 @@ def _trained_tower(model: ModelConfig, runtime: Runtime, options: MegatronOption
     tower = build_tower(model.vision, runtime.device, options.dtype).train()
     if options.recompute is not None and options.recompute.granularity == "full":
         transformers_model: Any = tower
+        transformers_model._input_embed_layer = "patch_embed"  # only a warning about adapters needs it
         transformers_model.gradient_checkpointing_enable({"use_reentrant": False})
     for parameter in tower.parameters():
         # Under sequence parallelism each rank has the gradients of its tokens' features. Otherwise the ranks' gradients

@@ -323,8 +323,11 @@ def role_activations(
         layers, recomputed = kept_by_layers(role, tokens, stage, planned.micro_batches, fused=fused)
         ends = end_bytes(role, tokens, stage)
         if stage == 0 and role.trains_tower and role.model.vision is not None:
-            in_images = in_flight(role.layout.pp, role.layout.vpp, stage, planned.micro_batches)[0] * planned.tokens
-            layers += in_images * saved_bytes(role.model.vision, role.dtype_bytes)
+            recomputes = role.megatron.recompute_granularity == "full"
+            tower = saved_bytes(role.model.vision, role.dtype_bytes, recomputes=recomputes)
+            flights = in_flight(role.layout.pp, role.layout.vpp, stage, planned.micro_batches)[0]
+            layers += flights * planned.tokens * tower.saved
+            recomputed = max(recomputed, planned.tokens * tower.recomputed)
     if stage == role.layout.pp - 1:
         # The micro-batch has the hidden states of all context-parallel ranks, and this rank copies its part.
         ends += planned.kl_hidden_bytes * (planned.outputs + tokens.outputs)

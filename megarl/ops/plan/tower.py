@@ -7,6 +7,8 @@ the whole tower and the images of its data-parallel rank, and the other stages w
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from megarl.models.model_config import Vision
 from megarl.models.sequence_cost import tower_flops
 from megarl.models.tower_class import tower_class, tower_shapes
@@ -31,13 +33,21 @@ def tower_cost(
     return PhaseCost.of(planned.phase, cost, flops, role.layout.world_size, hardware)
 
 
-def saved_bytes(vision: Vision, width: int) -> int:
-    """Return the bytes that autograd saves per token of an image in a tower's forward pass.
+class SavedBytes(NamedTuple):
+    """Bytes per token of an image that autograd saves in a tower's forward pass, and in a block that is recomputed."""
+
+    saved: int
+    recomputed: int
+
+
+def saved_bytes(vision: Vision, width: int, *, recomputes: bool = False) -> SavedBytes:
+    """Return the bytes that autograd saves per token of an image.
 
     The list follows transformers' layers with PyTorch's attention.
 
     Args:
         width: bytes of an element.
+        recomputes: blocks save their inputs alone.
     """
     config, shapes = tower_class(vision).config_class(**vision.settings), tower_shapes(vision)
     hidden, first = config.hidden_size, f"{vision.prefix}blocks.0."
@@ -48,5 +58,6 @@ def saved_bytes(vision: Vision, width: int) -> int:
     block += 2 * FLOAT32 * (hidden + 1) if is_rms else 2 * 2 * width
     merger = width * 4 * hidden + (FLOAT32 * hidden if is_rms else 0)
     patch = width * config.in_channels * config.temporal_patch_size * config.patch_size**2
-    total = config.depth * block + (1 + vision.deepstack) * merger + patch
-    return int(config.spatial_merge_size**2 * total)
+    patches = config.spatial_merge_size**2  # of a token
+    total = config.depth * (width * hidden if recomputes else block) + (1 + vision.deepstack) * merger + patch
+    return SavedBytes(int(patches * total), int(patches * block) if recomputes else 0)

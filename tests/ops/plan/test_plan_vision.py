@@ -174,5 +174,8 @@ def test_a_trained_tower_saves_tensors_of_each_token(tmp_path, family, dtype):
     with saved_tensors_hooks(save, lambda tensor: tensor):
         output = module(patches, grid_thw=torch.tensor([[1, 8, 16]]))
     saved = sum(storage.nbytes() for start, storage in storages.items() if start not in weights)
-    assert 32 * saved_bytes(vision, dtype.itemsize) == pytest.approx(saved, rel=0.02)
+    kept, again = (saved_bytes(vision, dtype.itemsize, recomputes=recomputes) for recomputes in (False, True))
+    assert 32 * kept.saved == pytest.approx(saved, rel=0.02) and not kept.recomputed
+    # 8 blocks of 4 patches per token: the input of each, and one block at a time.
+    assert again.saved + 8 * again.recomputed == kept.saved + 8 * 4 * 64 * dtype.itemsize
     assert output.pooler_output.requires_grad
