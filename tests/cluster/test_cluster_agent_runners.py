@@ -18,7 +18,9 @@ import pytest
 import ray
 from light_workers import timed_tokens
 from support.expected_errors import raises
+from support.object_store import store_bytes
 from support.task_configs import arithmetic, train_config  # noqa: F401
+from support.waits import wait_until
 
 from megarl.agents.turns import context_digest
 from megarl.agents.types import ConversationGroup, SampleId, StoredTurn, Trajectory
@@ -147,7 +149,7 @@ def test_other_runners_repeat_the_conversations_of_a_lost_one(
 
 
 def test_images_of_a_lost_runner_are_read_by_the_next(runners, replica):
-    """The driver owns the files: a repeated conversation still has its images, and sends no file."""
+    """The driver owns the files: a repeated conversation has its images. No process keeps the files of ended ones."""
     service, files = runners(2), [os.urandom(200_000) for _ in range(12)]
     images = [store_images([Image.of(file, 2, 2)]) for file in files]
     groups = [
@@ -160,6 +162,8 @@ def test_images_of_a_lost_runner_are_read_by_the_next(runners, replica):
     signal_runner(service, 0, signal.SIGKILL)
     while len(ended) < 24:
         ended |= service.finished(1.0)
+    del groups, images
+    wait_until(lambda: store_bytes() < 200_000)
     assert service.close().runners_lost == 1
     [seen] = replica.call("seen_digests")
     assert seen == {image_key(file): image_key(file) for file in files}

@@ -1,15 +1,13 @@
 """Files of images in Ray's object store: written once, read where they are needed, and freed with their prompts."""
 
 import copy
-import gc
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
-import ray
-from ray._private.internal_api import node_stats
 from support.expected_errors import raises
 from support.node_callers import calls_by_node
+from support.object_store import store_bytes, store_stats
 from support.waits import wait_until
 
 from megarl.base.errors import WorkerError
@@ -56,12 +54,6 @@ def digests(batch):
     return [[image.key for image in row] for row in batch.non_tensor_batch["images"]]
 
 
-def store_stats():
-    gc.collect()
-    node = ray.nodes()[0]
-    return node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats
-
-
 def test_a_stored_image_is_the_same_image(pool):
     plain = (image(1, 3), image(2, 5000), image(3, 0))
     stored = store_images(plain)
@@ -82,7 +74,7 @@ def test_passes_write_no_file_again(group):
     assert files <= after.cumulative_created_bytes - before.cumulative_created_bytes < files + BYTES
     assert after.object_store_bytes_used - before.object_store_bytes_used < files + BYTES
     del batch
-    wait_until(lambda: store_stats().object_store_bytes_used < before.object_store_bytes_used + BYTES)
+    wait_until(lambda: store_bytes() < before.object_store_bytes_used + BYTES)
 
 
 def test_rows_mix_stored_files_and_plain_ones(group):
