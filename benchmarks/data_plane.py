@@ -1,6 +1,7 @@
 """Driver's share of a training step: CPU seconds and memory of its batch, with workers in other processes.
 
     python benchmarks/data_plane.py --samples 2048 16384 --longest 32768 --mean 4096 --ranks 64 512 --tp 1 8
+    python benchmarks/data_plane.py --samples 2048 --image-kb 200
 
 The batch has PPO's columns and log-normal response lengths (sigma 1). The driver receives the samples of an agent
 runner with their scores, and runs the verbs and phases of a step through a real worker group and Ray's object store:
@@ -8,9 +9,10 @@ passes, scores, advantages (GAE, KL penalty), updates, metrics. One process stan
 model. The driver calls the ranks of small groups itself, and those of large ones by node; here another process stands
 for the callers of all nodes. ``--call rank`` has the driver call the ranks of large groups too. ``calls`` are the
 driver's calls. The first step also pays for first access to the memory of the object store, which later steps use
-again. Seconds are CPU seconds of the driver's process with its Ray threads, without the thread that watches the memory.
-Memory is the largest anonymous memory of the process since the batch was built, without the object store. ``written
-MB`` are the bytes that the driver has written into the store.
+again. With ``--image-kb``, each prompt has an image of this size, whose file is written once. Seconds are CPU seconds
+of the driver's process with its Ray threads, without the thread that watches the memory. Memory is the largest
+anonymous memory of the process since the batch was built, without the object store. ``written MB`` are the bytes that
+the driver has written into the store.
 """
 
 from __future__ import annotations
@@ -34,6 +36,7 @@ from machine import benchmark_parser, parse_sizes
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
 from megarl.agents.types import SampleId, Trajectory
 from megarl.base.allocators import keep_freed_memory
+from megarl.base.image_tokens import Image
 from megarl.cluster import stored_chunks
 from megarl.cluster.call_targets import CallTarget
 from megarl.cluster.calls import WorkerCall
@@ -41,11 +44,13 @@ from megarl.cluster.fork_server import fork_server
 from megarl.cluster.node_caller import FEWEST_RANKS, CallTargets, NodeCaller
 from megarl.cluster.resources import ResourcePool
 from megarl.cluster.session import RaySession
+from megarl.cluster.stored_images import store_images
 from megarl.cluster.worker_group import WorkerGroup, wait_ready
 from megarl.config.schema.algorithm import AlgorithmConfig
 from megarl.data import DataProto, token_counts
 from megarl.data.column_store import ragged_columns
 from megarl.data.columns import column_widths
+from megarl.data.images import IMAGES
 from megarl.data.ragged import Chunk
 from megarl.models import ParallelLayout
 from megarl.rewards import RewardManager, in_driver
@@ -189,6 +194,13 @@ def batch_of(rows: dict[str, list[np.ndarray]]) -> DataProto:
     return with_step_info(DataProto(ragged_columns(rows, {})))
 
 
+def with_images(batch: DataProto, size: int) -> DataProto:
+    """Store an image of ``size`` bytes for each prompt."""
+    uids = batch.non_tensor_batch["uid"].tolist()
+    stored = {uid: store_images([Image.of(os.urandom(size), 16, 16)]) for uid in dict.fromkeys(uids)}
+    return batch.with_columns({}, {IMAGES: [stored[uid] for uid in uids]})
+
+
 class Meter:
     """Measures stages of a step in this process."""
 
@@ -265,6 +277,7 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[8, 64])
     parser.add_argument("--tp", type=int, nargs="+", default=[1], help="ranks of a node that share rows")
     parser.add_argument("--call", choices=["auto", "rank"], default="auto")
+    parser.add_argument("--image-kb", type=int, default=0, help="size of each prompt's image; 0 = no images")
     parser.add_argument("--steps", type=int, default=2)
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--store-gb", type=int, default=6, help="size of the object store")
@@ -288,6 +301,8 @@ def main() -> None:
                 print(f"  {f'stage of step {step}':<24}{'CPU s':>8}{'wall s':>8}{'written MB':>12}{'calls':>8}")
                 meter.reset()
                 batch = meter.run("collect samples", lambda samples=samples: receive(source, samples))
+                if args.image_kb:
+                    batch = meter.run("store images", lambda batch=batch: with_images(batch, args.image_kb * 1000))
                 run_step(batch, manager, group, meter)
                 print(f"  {sum(token_counts(batch)) / 1e6:.1f} M tokens")
                 print(f"  {'step':<24}{meter.total:>8.2f}; largest memory {meter.peak / 2**30:.1f} GiB")

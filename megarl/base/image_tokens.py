@@ -10,7 +10,9 @@ The digest has 41 bits: among 10,000 images, two have the same one with a probab
 
 from __future__ import annotations
 
+from abc import ABC, abstractmethod
 from collections.abc import Sequence
+from dataclasses import dataclass, field
 from hashlib import blake2b
 from typing import NamedTuple
 
@@ -26,16 +28,29 @@ PLACEHOLDER = "<image>"
 """Text that stands for an image, as in verl's data sets."""
 
 
-class Image(NamedTuple):
-    """An image of a prompt; :meth:`of` computes its key.
+class RemoteFile(ABC):
+    """An encoded file in a store, which keeps it as long as a reference to it exists."""
+
+    @abstractmethod
+    def __len__(self) -> int:
+        """Return the size in bytes; reads nothing."""
+
+    @abstractmethod
+    def read(self) -> bytes:
+        """Copy the file into this process."""
+
+
+@dataclass(frozen=True, slots=True)
+class Image:
+    """An image of a prompt; :meth:`of` computes its key. Two images with one key and shape are equal.
 
     Attributes:
-        data: the encoded file, such as a PNG.
+        file: the encoded file, such as a PNG, or a reference to it; ``len(file)`` is its size in both cases.
         rows: rows of its tokens; a row has ``columns`` tokens.
         key: digest of the file (:func:`image_key`), as the ids of its tokens contain it.
     """
 
-    data: bytes
+    file: bytes | RemoteFile = field(compare=False, repr=False)
     rows: int
     columns: int
     key: int
@@ -44,6 +59,11 @@ class Image(NamedTuple):
     def of(cls, data: bytes, rows: int, columns: int) -> Image:
         """Build the image of an encoded file."""
         return cls(data, rows, columns, image_key(data))
+
+    @property
+    def data(self) -> bytes:
+        """The encoded file; each access reads a remote one."""
+        return self.file.read() if isinstance(self.file, RemoteFile) else self.file
 
     @property
     def token_ids(self) -> list[int]:

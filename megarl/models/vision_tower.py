@@ -177,8 +177,8 @@ class ImageFeatures:
         self._images = {}
         for image in images:
             known, same = self._features.get(image.key), self._images.setdefault(image.key, image)
-            facts = (image.columns, len(image.data))
-            if facts != ((same.columns, len(same.data)) if known is None else (known.columns, known.file_bytes)):
+            facts = (image.columns, len(image.file))
+            if facts != ((same.columns, len(same.file)) if known is None else (known.columns, known.file_bytes)):
                 raise DataError(
                     f"two images have the key {image.key:x}, which token ids name them by; remove one of them from "
                     "the data",

@@ -407,6 +407,7 @@ class Router:
             aborted, connection.aborted = connection.aborted, []
             async with self._answer_within(self._timeout_s):
                 await connection.replica.accept(self.client, new, aborted)
+            del new  # until the next requests, it would keep the files of images in the object store
             connection.accepted.set()
 
     async def _fetch(self, number: int, connection: _Connection) -> None:

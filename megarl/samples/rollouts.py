@@ -109,6 +109,7 @@ class Rollouts:
         batch_info: ``meta_info`` of training batches, such as the rows of a mini-batch.
         on_lost: receives the numbers of lost replicas when no conversation is in flight.
         state_masking: exclude tokens of tools and searches from training.
+        store_images: puts references in place of the files of a prompt's images; by default, the files travel.
 
     Attributes:
         is_open: whether the runners hold the replicas; from a submission to :meth:`close`.
@@ -124,6 +125,7 @@ class Rollouts:
         batch_info: Mapping[str, Any] = MappingProxyType({}),
         on_lost: Callable[[Collection[int]], None] = lambda lost: None,
         state_masking: bool = True,
+        store_images: Callable[[Sequence[Image]], Sequence[Image]] = tuple,
     ) -> None:
         self.runners = runners
         self.replicas = replicas
@@ -133,6 +135,7 @@ class Rollouts:
         self.batch_info = batch_info
         self.on_lost = on_lost
         self.state_masking = state_masking
+        self._store_images = store_images
         self.is_open, self.idle = False, IdleClock()
         asynchronous = config.async_training if isinstance(config, TrainConfig) else None
         self.with_versions = asynchronous is not None and asynchronous.mode != SYNC
@@ -265,11 +268,19 @@ class Rollouts:
             for number, origin, (ids, facts) in zip(numbers, origins, _prompt_rows(prompts), strict=True)
         ]
 
+    def stored_group(self, group: ConversationGroup) -> dict[str, Any]:
+        """Return the fields :data:`STORED` of a training group, with the files of its images."""
+        fields = {name: getattr(group, name) for name in STORED}
+        if images := group.facts.get(IMAGES):
+            plain = tuple((image.data, image.rows, image.columns, image.key) for image in images)
+            fields["facts"] = {**group.facts, IMAGES: plain}
+        return fields
+
     def restored_group(self, stored: Mapping[str, Any], turns: Mapping[int, Sequence[StoredTurn]]) -> ConversationGroup:
         """Build a training group from its fields :data:`STORED`, and the turns of its unfinished samples."""
-        if images := stored["facts"].get(IMAGES):  # a checkpoint stores plain tuples
-            facts = {**stored["facts"], IMAGES: tuple(Image(*image) for image in images)}
-            stored = {**stored, "facts": facts}
+        if images := stored["facts"].get(IMAGES):
+            images = self._store_images([Image(*image) for image in images])
+            stored = {**stored, "facts": {**stored["facts"], IMAGES: images}}
         return ConversationGroup(
             params=self._training_params,
             messages=stored["facts"].get("raw_prompt", ()),
@@ -332,6 +343,8 @@ class Rollouts:
     ) -> ConversationGroup:
         """Build the group of a prompt, with one conversation per entry of ``params``."""
         trains = reward == TRAINING_REWARD
+        if images := facts.get(IMAGES):
+            facts = {**facts, IMAGES: self._store_images(images)}
         return ConversationGroup(
             number=number,
             messages=facts.get("raw_prompt", ()),

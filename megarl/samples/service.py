@@ -24,7 +24,7 @@ from megarl.rewards.outcome import Outcome
 from megarl.samples.ledger import AdmissionRule, GroupLedger, check_staleness, staleness_metrics
 from megarl.samples.replicas import Replicas
 from megarl.samples.reward_phase import RewardPhase
-from megarl.samples.rollouts import STORED, WAIT_S, Rollouts
+from megarl.samples.rollouts import WAIT_S, Rollouts
 from megarl.samples.selection import GroupSelection, ScoredGroups, parts_of
 
 GROUPS, SAMPLES, TURNS, LEDGER = "groups", "samples", "turns", "ledger"
@@ -153,7 +153,7 @@ class SampleService:
             turns = self._restored_turns()
         return {
             LEDGER: self.ledger.state_dict(),
-            GROUPS: [{name: getattr(self._groups[n], name) for name in STORED} for n in self.ledger.untrained],
+            GROUPS: [self.rollouts.stored_group(self._groups[number]) for number in self.ledger.untrained],
             SAMPLES: [[*name, _stored_trajectory(trajectory)] for name, trajectory in self._ended.items()],
             TURNS: [[*name, [dict(vars(turn)) for turn in of_sample]] for name, of_sample in turns.items()],
         }

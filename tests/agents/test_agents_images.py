@@ -23,7 +23,7 @@ from megarl.base.image_tokens import Image
 from megarl.data.shared_prompts import prompt_digests
 from megarl.rewards.scorer import decode_text
 from megarl.rollout.interface import Completion, SamplingParams
-from megarl.samples.rollouts import STORED, Rollouts
+from megarl.samples.rollouts import Rollouts
 from megarl.trainer.phases.data_loading import prompt_loader
 from megarl.trainer.state.trainer_state import Decoder, Encoder
 
@@ -115,7 +115,7 @@ def test_a_restored_group_has_its_images(squares_config, prompts, vision_tokeniz
     try:
         (group, *_) = rollouts.training_groups(prompts, range(4))
         arrays = io.BytesIO()
-        encoded = Encoder(arrays).encode({name: getattr(group, name) for name in STORED}, "group")
+        encoded = Encoder(arrays).encode(rollouts.stored_group(group), "group")
         (tmp_path / "arrays").write_bytes(arrays.getvalue())
         restored = rollouts.restored_group(Decoder(tmp_path / "arrays").decode(encoded), {})
     finally:

@@ -6,6 +6,7 @@ import time
 from pathlib import Path
 
 from megarl.base.errors import WorkerLost
+from megarl.base.image_tokens import image_key
 from megarl.rollout.interface import Completion
 from megarl.rollout.serving import EngineServer, HeldRequests
 from megarl.sharding.plan import TransferUsage
@@ -252,11 +253,12 @@ class TimedReplica:
     def __init__(self, place, seconds):
         self.engine = TimedEngine(seconds)
         self.server = EngineServer(self.engine)
-        self.clients = set()
+        self.clients, self.digests = set(), {}
 
     @verb(Dispatch.RANK)
     def accept(self, client, requests, aborted):
         self.clients.add(client)
+        self.digests |= {image.key: image_key(image.data) for request in requests for image in request.images}
         self.server.accept(client, requests, aborted)
 
     @verb(Dispatch.RANK)
@@ -275,3 +277,8 @@ class TimedReplica:
     @verb(Dispatch.ALL)
     def state(self):
         return len(self.engine.running), len(self.clients)
+
+    @verb(Dispatch.ALL)
+    def seen_digests(self):
+        """Digests of the images' files, by the images' keys."""
+        return self.digests

@@ -11,6 +11,7 @@ import torch
 import torch.distributed as dist
 
 import megarl
+from megarl.base.image_tokens import image_key
 from megarl.cluster import fork_server
 from megarl.data import DataProto, sequence_lengths
 from megarl.data.column_store import ragged_columns
@@ -101,6 +102,12 @@ class Echo:
         sums = torch.cat([row.cumsum(0) for row in rows])
         earlier = batch.packed("values") if "values" in batch.tensors else torch.zeros_like(sums)
         return batch.token_columns({"values": sums + earlier})
+
+    @verb(Dispatch.SPLIT, columns=("prompts", "responses", "attention_mask", "images"))
+    def view(self, batch):
+        """Digests of the files of each row's images, which every rank reads."""
+        rows = batch.non_tensor_batch["images"]
+        return DataProto.from_dict({}, {"digests": [[image_key(image.data) for image in row] for row in rows]})
 
     @verb(Dispatch.SPLIT)
     def twice(self, batch):

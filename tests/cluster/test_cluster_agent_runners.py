@@ -18,17 +18,21 @@ import pytest
 import ray
 from light_workers import timed_tokens
 from support.expected_errors import raises
+from support.object_store import store_bytes
 from support.task_configs import arithmetic, train_config  # noqa: F401
+from support.waits import wait_until
 
 from megarl.agents.turns import context_digest
 from megarl.agents.types import ConversationGroup, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import ConfigError
+from megarl.base.image_tokens import Image, image_key
 from megarl.base.processes import wait_for_ends
 from megarl.cluster import agent_runners
 from megarl.cluster.agent_runners import AgentRunners, RunnersLost, replica_processes
 from megarl.cluster.calls import WorkerFailed
 from megarl.cluster.resources import ResourcePool
 from megarl.cluster.session import RaySession
+from megarl.cluster.stored_images import store_images
 from megarl.cluster.worker_group import WorkerGroup
 from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ParallelLayout
@@ -142,6 +146,27 @@ def test_other_runners_repeat_the_conversations_of_a_lost_one(
     # Both are lost, one after the other: the last one is replaced at once.
     strikes = [lambda: signal_runner(service, 1, signal.SIGKILL), lambda: signal_runner(service, 0, signal.SIGKILL)]
     assert lead(service, replicas, 24, strikes) == (expected(24), 2)
+
+
+def test_images_of_a_lost_runner_are_read_by_the_next(runners, replica):
+    """The driver owns the files: a repeated conversation has its images. No process keeps the files of ended ones."""
+    service, files = runners(2), [os.urandom(200_000) for _ in range(12)]
+    images = [store_images([Image.of(file, 2, 2)]) for file in files]
+    groups = [
+        replace(group, prompt_ids=np.array(image.token_ids), facts={"images": (image,)})
+        for group, [image] in zip(groups_of(12), images, strict=True)
+    ]
+    service.open(replica_processes(replica))
+    service.submit(groups)
+    ended = service.finished(30.0)
+    signal_runner(service, 0, signal.SIGKILL)
+    while len(ended) < 24:
+        ended |= service.finished(1.0)
+    del groups, images
+    wait_until(lambda: store_bytes() < 200_000)
+    assert service.close().runners_lost == 1
+    [seen] = replica.call("seen_digests")
+    assert seen == {image_key(file): image_key(file) for file in files}
 
 
 def test_statistics_are_taken_while_conversations_go_on(runners, replica):

@@ -1,14 +1,12 @@
-import gc
 from contextlib import nullcontext
 
 import numpy as np
 import pytest
-import ray
 import torch
-from ray._private.internal_api import node_stats
 from ray._private.worker import global_worker
 from support.expected_errors import raises
 from support.node_callers import calls_by_node
+from support.object_store import store_bytes
 from support.waits import wait_until
 
 from megarl.base.errors import WorkerError
@@ -63,12 +61,6 @@ def rows_of(batch, name="values"):
 
 def is_remote(batch, name):
     return isinstance(batch.tensors.stored[name].values, RemoteValues)
-
-
-def store_bytes():
-    gc.collect()
-    node = ray.nodes()[0]
-    return node_stats(node["NodeManagerAddress"], node["NodeManagerPort"]).store_stats.object_store_bytes_used
 
 
 def test_results_stay_in_the_store_until_they_are_read(group):

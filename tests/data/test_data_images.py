@@ -223,7 +223,8 @@ def test_pictures_are_decoded_at_start_alone(dataset, monkeypatch):
     decoded = []
     data = dataset([row("<image>?", [{"bytes": file}]) for file in (WIDE, TALL)])
     monkeypatch.setattr("megarl.base.image_files.decode_image", lambda *_: decoded.append(1))
-    assert [data[number]["images"][0][:3] for number in (0, 1)] == [(WIDE, 2, 5), (TALL, 4, 3)] and not decoded
+    images = [data[number]["images"][0] for number in (0, 1)]
+    assert [(image.data, image.rows, image.columns) for image in images] == [(WIDE, 2, 5), (TALL, 4, 3)] and not decoded
 
 
 def test_16_bits_and_too_many_bytes_are_refused(dataset, monkeypatch):

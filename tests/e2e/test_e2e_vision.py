@@ -12,6 +12,7 @@ from support.cli_runs import RunFiles, assert_finite, read_jsonl, reproducible
 from support.squares_task import make_squares_task
 
 from megarl.base.image_tokens import image_key
+from megarl.trainer.state.trainer_state import TrainerState
 
 STEPS = 2
 ACTOR, ROLLOUT = "actor_rollout_ref.actor", "actor_rollout_ref.rollout"
@@ -87,15 +88,32 @@ def test_a_trained_tower_is_synced_exported_and_resumed(arguments, squares, star
 
 
 def test_ppo_beside_generation(arguments, start):
-    """A critic that sees the pictures, a pipeline, adapters, and generation beside training."""
+    """A critic that sees the pictures, a pipeline, adapters, and generation beside training; the prompts in flight of
+    a checkpoint have their pictures."""
     keys = ("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=true")
     layout = (f"{ACTOR}.megatron.tensor_model_parallel_size=1", f"{ACTOR}.megatron.pipeline_model_parallel_size=2")
     mode = ("async_training.mode=colocated", "async_training.max_staleness=0", "actor_rollout_ref.model.lora_rank=4")
-    shown = ("trainer.test_freq=2", "trainer.log_val_generations=2", "trainer.save_freq=-1")
+    shown = ("trainer.test_freq=2", "trainer.log_val_generations=2")
     run = start(*arguments, *keys, *layout, *mode, *shown)
     files = finished(run)
     assert run.output.count("question user <image>How many squares?") == 2
     assert all(row["critic/grad_norm"] > 0 for row in files.steps.values())
+
+    checkpoint = next(files.folder.rglob("global_step_1"))
+    in_flight = TrainerState.read(checkpoint).rollout["groups"]
+    assert len(in_flight) == 6
+    for group in in_flight:
+        [(file, *_, key)] = group["facts"]["images"]
+        assert image_key(file) == key
+    resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
+    run = start(*arguments, *keys, *layout, *mode, *shown, *resume)
+    assert run.wait() == 0, run.output
+    assert same_training(RunFiles(run.folder, "vision").steps[2]) == same_training(files.steps[2])
+
+
+def same_training(row):
+    """Metrics of training; those of the engine depend on the sequences that it decodes at the same time."""
+    return {name: value for name, value in reproducible(row).items() if name.startswith(("actor/", "critic/"))}
 
 
 def test_distillation_from_a_teacher_that_sees(arguments, tmp_path, start):

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 import torch
 from engine_cases import Setup, assemble, forward, refusal
@@ -98,7 +100,7 @@ def test_a_grid_of_another_processor_is_refused(folder):
     image = folder.images[0]
     features = ImageFeatures(read_model_config(folder.path), folder.path, torch.device("cpu"), torch.float32)
     with pytest.raises(DataError) as error:
-        features.add([image._replace(rows=image.columns, columns=image.rows)])
+        features.add([replace(image, rows=image.columns, columns=image.rows)])
     assert error.value.code == "image.token-count"
 
 

@@ -238,7 +238,7 @@ def test_wrong_images_are_refused(vision, engine, code):
 
 
 def test_an_image_with_another_grid_is_missing(vision, engine):
-    turned = vision.b._replace(rows=vision.b.columns, columns=vision.b.rows)
+    turned = replace(vision.b, rows=vision.b.columns, columns=vision.b.rows)
     with raises("rollout.image-missing", f"{vision.b.key:x}", error=RequestRefused):
         engine.submit([replace(request("r", [1], vision.b), images=[turned])])
 

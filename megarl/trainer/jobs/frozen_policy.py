@@ -17,6 +17,7 @@ from megarl.base.errors import CheckpointError, MegarlError
 from megarl.cluster.agent_runners import AgentRunners, replica_processes
 from megarl.cluster.resources import PlacedPool
 from megarl.cluster.role_groups import RolloutGroup
+from megarl.cluster.stored_images import store_images
 from megarl.cluster.worker_group import wait_ready
 from megarl.config.keys import with_values
 from megarl.config.schema.jobs import EvaluateConfig, GenerateConfig
@@ -237,7 +238,14 @@ class FrozenReplicas:
 
     def rollouts(self, tokenizer: PreTrainedTokenizerBase, runners: AgentRunners) -> Rollouts:
         """Lead conversations on the replicas; lost ones are replaced with the same weights."""
-        return Rollouts(runners, lambda: replica_processes(self.group), self.config, tokenizer, on_lost=self.replace)
+        return Rollouts(
+            runners,
+            lambda: replica_processes(self.group),
+            self.config,
+            tokenizer,
+            on_lost=self.replace,
+            store_images=store_images,
+        )
 
     def replace(self, lost: Collection[int]) -> None:
         """Replace lost replicas by new processes with the same weights.

@@ -10,6 +10,7 @@ from megarl.agents.endpoint import check_endpoint
 from megarl.base.allocators import keep_freed_memory
 from megarl.cluster.agent_runners import AgentRunners
 from megarl.cluster.calls import completed_call
+from megarl.cluster.stored_images import store_images
 from megarl.config.batch import plan_batches, render_plan
 from megarl.config.schema.jobs import TrainConfig
 from megarl.data.loader import PromptQueue
@@ -132,6 +133,7 @@ class TrainerBuilder:
             self._batch_info(),
             on_lost=roles.replicas.replace,
             state_masking=config.actor_rollout_ref.actor.state_masking,
+            store_images=store_images,
         )
         scorer = RewardModelScorer(roles.reward_model, self.reader) if roles.reward_model and self.reader else None
         rewards = RewardPhase(self.reward_functions, self.tokenizer, config.reward, scorer)

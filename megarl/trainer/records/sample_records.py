@@ -57,7 +57,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     own), ``data_source`` if the row has one, ``response_length`` in tokens, and ``finish_reason``. ``score`` is None if
     the reward failed. ``masked`` lists the characters of ``output`` that a tool or a search wrote, as ``[begin, end]``
     pairs. ``advantage`` is the mean over the trained tokens. A failed conversation has ``agent_error``. A prompt with
-    images has ``images``, their digests and files; :func:`stored_samples` removes the files.
+    images has ``images``, their digests with the images; :func:`stored_samples` keeps the digests.
     """
     scores = row_sums(batch, "token_level_scores").tolist()
     failed = batch.non_tensor_batch["reward_failed"]
@@ -91,9 +91,9 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     return samples
 
 
-def _named_images(prompt: Tensor, images: Sequence[Image]) -> list[tuple[str, bytes]]:
-    """Digests, as the prompt's token ids have them, and files of a prompt's images."""
-    return [(f"{span.key:x}", image.data) for span, image in zip(image_spans(prompt.numpy()), images, strict=True)]
+def _named_images(prompt: Tensor, images: Sequence[Image]) -> list[tuple[str, Image]]:
+    """A prompt's images with their digests, as its token ids have them; reads no file."""
+    return [(f"{span.key:x}", image) for span, image in zip(image_spans(prompt.numpy()), images, strict=True)]
 
 
 def _mean_advantages(batch: DataProto) -> list[float | None] | None:
@@ -169,9 +169,9 @@ def stored_samples(samples: Iterable[Sample], *, thumbnails: bool = False) -> It
         if IMAGES not in sample:
             yield sample
             continue
-        new = {digest: data for digest, data in sample[IMAGES] if thumbnails and digest not in done}
+        new = {digest: image for digest, image in sample[IMAGES] if thumbnails and digest not in done}
         done |= new.keys()
-        small = {digest: text for digest, data in new.items() if (text := _thumbnail(data))}
+        small = {digest: text for digest, image in new.items() if (text := _thumbnail(image.data))}
         stored = {**sample, IMAGES: [digest for digest, _ in sample[IMAGES]]}
         yield {**stored, "thumbnails": small} if small else stored
 
