@@ -167,16 +167,16 @@ class ImageFeatures:
         return self._tower
 
     def register(self, images: Iterable[Image]) -> None:
-        """Take the files of images, in place of earlier files; drop the oldest other features above the limit.
+        """Take images in place of earlier ones; drop the oldest other features above :data:`HOST_BYTES`.
 
-        :data:`HOST_BYTES` is the limit. :meth:`rows` computes features that are not there.
+        :meth:`rows` computes the features that are not there.
 
         Raises:
             DataError: an image shares its key with another one.
         """
-        self._images = {}
+        current: dict[int, Image] = {}
         for image in images:
-            known, same = self._features.get(image.key), self._images.setdefault(image.key, image)
+            known, same = self._features.get(image.key), current.setdefault(image.key, image)
             facts = (image.columns, len(image.file))
             if facts != ((same.columns, len(same.file)) if known is None else (known.columns, known.file_bytes)):
                 raise DataError(
@@ -187,19 +187,20 @@ class ImageFeatures:
             if known is not None:
                 self._features.move_to_end(image.key)
         size = sum(features.values.nbytes for features in self._features.values())
-        for key in [key for key in self._features if key not in self._images]:
+        for key in [key for key in self._features if key not in current]:
             if size <= HOST_BYTES:
                 break
             size -= self._features.pop(key).values.nbytes
+        self._images = {k: image for k, image in current.items() if self.is_trained or k not in self._features}
 
     def add(self, images: Iterable[Image]) -> None:
-        """Take the files of images (:meth:`register`), and compute their features.
+        """Take images (:meth:`register`), and compute their features.
 
         Raises:
             DataError: an image cannot be processed, has another number of tokens, or shares its key with another one.
         """
         self.register(images)
-        for key in self._images:
+        for key in list(self._images):
             self._of(key)
 
     def clear(self) -> None:
@@ -263,7 +264,9 @@ class ImageFeatures:
                 if not self.is_trained:
                     tower.to(self._device)
                 values = tower_features(tower, patches, (image.rows * merge, image.columns * merge))
-            self._features[key] = _Features(image.columns, len(image.data), values.to("cpu", self._dtype))
+            self._features[key] = _Features(image.columns, len(image.file), values.to("cpu", self._dtype))
+            if not self.is_trained:
+                del self._images[key]  # a kept image keeps its file in the object store
         return self._features[key]
 
     def _file(self, key: int) -> Image:
