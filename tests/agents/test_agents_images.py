@@ -22,6 +22,7 @@ from megarl.agents.types import Conversation, ConversationGroup, SampleId, Traje
 from megarl.base.image_tokens import Image
 from megarl.data.shared_prompts import prompt_digests
 from megarl.rewards.scorer import decode_text
+from megarl.rollout.images import image_reader
 from megarl.rollout.interface import Completion, SamplingParams
 from megarl.samples.rollouts import STORED, Rollouts
 from megarl.trainer.phases.data_loading import prompt_loader
@@ -76,11 +77,10 @@ def prompts(squares_config, vision_tokenizer):
 
 
 @pytest.fixture
-def conversation(prompts, vision_tokenizer):
+def conversation(squares_config, prompts):
     row = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
-    token = vision_tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    ids = prompts.unpadded("prompts")[0].tolist()
-    return Conversation(row["raw_prompt"], PARAMS, ids, facts=row, image_token=token)
+    ids, reader = prompts.unpadded("prompts")[0].tolist(), image_reader(squares_config)
+    return Conversation(row["raw_prompt"], PARAMS, ids, facts=row, image_reader=reader, images=list(row["images"]))
 
 
 def test_requests_of_a_run_have_the_images(squares_config, prompts, vision_tokenizer):

@@ -265,7 +265,8 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str) -> str:
         DataError, ModelError: the dump or the model cannot be read, or they do not match.
     """
     whole = RolloutDump.load(path)
-    chosen = [row for row, ids in enumerate(whole.prompts) if ids.min(initial=0) >= 0][:rows]
+    sequences = zip(whole.prompts, whole.responses, strict=True)
+    chosen = [row for row, parts in enumerate(sequences) if min(ids.min(initial=0) for ids in parts) >= 0][:rows]
     if len(whole) and not chosen:
         text = f"{path}: every row has an image, and a dump contains none; expected at least one row of text only"
         raise DataError(text, code="doctor.rows-with-images")
