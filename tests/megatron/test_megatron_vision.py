@@ -99,7 +99,7 @@ class Folder:
             assert (positions[:, 0].numpy() == multimodal_positions(ids.numpy())).all()
         logits = self.model(input_ids=tokens, **inputs).logits[0] / TEMPERATURE
         log_probs = logits[len(row.prompt) - 1 : -1].log_softmax(-1)
-        return log_probs.gather(1, row.response[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(1, row.response.clamp(min=0)[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
 def row(prompt: list[int | Image], response: list[int], seed: int) -> Row:
