@@ -127,8 +127,7 @@ async def read_images(
         shown, images = await asyncio.to_thread(read_parts, messages, conversation.image_reader, location)
     except DataError as error:
         raise AgentError(error.text, code=error.code) from error
-    known = {image.key for image in conversation.images}
-    conversation.images.extend({image.key: image for image in images if image.key not in known}.values())
+    conversation.add_images(images)
     return shown, images
 
 

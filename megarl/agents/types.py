@@ -6,7 +6,7 @@ This module imports no other module of the package ``agents``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -47,6 +47,15 @@ class Generate(Protocol):
             key: name of the conversation's prompt; the router sends requests with the same key (a shared prefix) to the
                 same replica.
         """
+
+
+class GenerateWithImages(Protocol):
+    """Generate one turn outside a conversation."""
+
+    async def __call__(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str, images: Sequence[Image]
+    ) -> Completion:
+        """See :class:`Generate`; ``images`` has those of the prompt."""
 
 
 def narrow_ids(ids: Integers) -> np.ndarray:
@@ -104,6 +113,11 @@ class Conversation:
     def image_token(self) -> int | None:
         """The policy's image token; None if it reads text alone."""
         return None if self.image_reader is None else self.image_reader.token
+
+    def add_images(self, images: Iterable[Image]) -> None:
+        """Add images that later turns show; known ones are ignored."""
+        known = {image.key for image in self.images}
+        self.images.extend({image.key: image for image in images if image.key not in known}.values())
 
     @property
     def response_tokens(self) -> int:

@@ -120,17 +120,16 @@ class ImageReader:
 
 
 def read_parts(
-    messages: Sequence[Mapping[str, Any]], reader: ImageReader | None, location: str
+    messages: Sequence[Mapping[str, Any]], reader: ImageReader | None, location: str, first: int = 0
 ) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Read the images of messages that a tool, a loop or a client has written.
+    """Read the images of messages that a tool, a loop or a client has written; no file and no address is opened.
 
-    A content is a text, in which ``<image>`` has no meaning, or a list of parts: texts, ``{"type": "image", "image":
-    ...}`` with a file's bytes or a PIL image, and OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}`` with
-    the file in a data URL. No file and no address is opened.
+    A content is a text, in which ``<image>`` has no meaning, or a list of parts, see :func:`part_file`.
 
     Args:
         reader: of the policy; None = it reads text alone.
         location: the messages in errors.
+        first: number of the first message in errors.
 
     Returns:
         The messages, with one text each, or with parts of type ``image`` without data; and the images.
@@ -139,24 +138,57 @@ def read_parts(
         DataError: an image cannot be read, the policy reads none, or a part has another type.
     """
     shown, images = list[dict[str, Any]](), list[Image]()
-    for number, message in enumerate(messages):
+    for number, message in enumerate(messages, first):
         content = message.get("content")
         if not isinstance(content, Sequence) or isinstance(content, str):
             shown.append(dict(message))
             continue
-        parts = list[dict[str, Any]]()
+        parts, before = list[dict[str, Any]](), len(images)
         for place, part in enumerate(content):
             where = f"{location}, message {number}, part {place}"
-            if (source := _turn_image(part, where)) is None:
+            if (file := part_file(part, where)) is None:
                 parts.append({"type": "text", "text": part["text"]})
                 continue
             if reader is None:
                 raise DataError(f"{where}: the policy reads text alone, and no images", code="image.text-model")
-            images.append(reader.processor.read(_turn_file(source, where), where))
+            images.append(reader.processor.read(file, where))
             parts.append({"type": "image"})
-        has_images = any(part["type"] == "image" for part in parts)
+        has_images = len(images) > before
         shown.append({**message, "content": parts if has_images else "".join(part["text"] for part in parts)})
     return shown, images
+
+
+def part_file(part: Any, location: str) -> bytes | None:
+    """Return the encoded image of a part; None for a text.
+
+    Args:
+        part: ``{"type": "text", "text": ...}``; ``{"type": "image", "image": ...}`` with a file's bytes or a PIL image;
+            or OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}``, with the file in a data URL.
+
+    Raises:
+        DataError: the part has another type, or no image in these forms.
+    """
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return None
+    source = _own_image(part) if kind == "image" else part.get("image_url") if kind == "image_url" else None
+    while isinstance(source, Mapping):
+        source = source.get("url") if kind == "image_url" else _own_image(source)
+    if source is None:
+        text = f'{location}: a part is {{"type": "text", "text": string}}, {{"type": "image", "image": ...}} or'
+        raise DataError(f'{text} {{"type": "image_url", ...}}, not {_shown(part)}', code="image.part-type")
+    if isinstance(source, bytes | bytearray):
+        return bytes(source)
+    if isinstance(source, str):
+        return _data_url_file(source, location)
+    if (file := picture_file(source, location)) is None:
+        raise DataError(f"{location}: an image is {_TURN_FORM}, not {_shown(source)}", code="image.entry-type")
+    return file
+
+
+def data_url(image: Image) -> str:
+    """Return the file of an image as a data URL, in the form of OpenAI's ``image_url`` parts."""
+    return f"data:{image_type(image.data)};base64,{base64.b64encode(image.data).decode('ascii')}"
 
 
 def with_image_tokens(ids: list[int], images: Sequence[Image], token: int, location: str) -> list[int]:
@@ -210,43 +242,16 @@ def _parts(content: Any, location: str) -> list[dict[str, Any]]:
     return parts
 
 
-def _turn_image(part: Any, location: str) -> Any:
-    """Return the image of a part; None for a text."""
-    kind = part.get("type") if isinstance(part, Mapping) else None
-    if kind == "text" and isinstance(part.get("text"), str):
-        return None
-    source = _own_image(part) if kind == "image" else part.get("image_url") if kind == "image_url" else None
-    while isinstance(source, Mapping):
-        source = source.get("url") if kind == "image_url" else _own_image(source)
-    if source is None:
-        text = f'{location}: a part is {{"type": "text", "text": string}}, {{"type": "image", "image": ...}} or'
-        raise DataError(f'{text} {{"type": "image_url", ...}}, not {_shown(part)}', code="image.part-type")
-    return source
-
-
-def _turn_file(source: Any, location: str) -> bytes:
-    """Return the encoded file of an image in a later turn."""
-    if isinstance(source, bytes | bytearray):
-        return bytes(source)
-    if not isinstance(source, str):
-        if (file := picture_file(source, location)) is None:
-            raise DataError(f"{location}: an image is {_TURN_FORM}, not {_shown(source)}", code="image.entry-type")
-        return file
-    if (start := _DATA_URL.match(source)) is None:
-        text = f"{location}: {source:.80} is not opened; an image is {_TURN_FORM}"
-        raise DataError(text, code="image.remote")
-    if (size := (len(source) - start.end()) * 3 // 4) > MAX_BYTES + 2:  # the padding
+def _data_url_file(url: str, location: str) -> bytes:
+    if (start := _DATA_URL.match(url)) is None:
+        raise DataError(f"{location}: {url:.80} is not opened; an image is {_TURN_FORM}", code="image.remote")
+    if (size := (len(url) - start.end()) * 3 // 4) > MAX_BYTES + 2:  # the padding
         text = f"{location}: the image has {size} bytes, at most {MAX_BYTES} are read"
         raise DataError(text, code="image.too-many-bytes")
     try:
-        return base64.b64decode(source[start.end() :], validate=True)
+        return base64.b64decode(url[start.end() :], validate=True)
     except (binascii.Error, ValueError) as error:
         raise DataError(f"{location}: the data URL is not valid base64 ({error})", code="image.data-url") from error
-
-
-def data_url(image: Image) -> str:
-    """Return the file of an image as a data URL, in the form of OpenAI's ``image_url`` parts."""
-    return f"data:{image_type(image.data)};base64,{base64.b64encode(image.data).decode('ascii')}"
 
 
 def _own_image(part: Mapping[str, Any]) -> Any:

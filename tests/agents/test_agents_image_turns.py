@@ -1,16 +1,15 @@
 """Images in later turns: of tools and loops, in requests, trajectories, batches and checkpoints."""
 
 import asyncio
-import base64
 import io
-import json
 from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
 import pytest
 import torch
-from make_squares import CHAT_TEMPLATE, PROCESSOR, task_tokenizer
+from image_cases import part, picture, png, squares_reader, url, url_part
+from make_squares import CHAT_TEMPLATE, task_tokenizer
 from PIL import Image as pil
 from support.expected_errors import raises
 
@@ -23,9 +22,9 @@ from megarl.agents.tools import Tool, ToolResult
 from megarl.agents.tools.tool import ToolEntry
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
 from megarl.agents.types import Conversation, SampleId
-from megarl.base.image_files import ImageProcessor, decode_image
+from megarl.base.image_files import decode_image
 from megarl.base.image_tokens import image_key
-from megarl.data.images import IMAGES, ImageReader
+from megarl.data.images import IMAGES
 from megarl.data.tokenizers import characters_per_token
 from megarl.rewards.scorer import decode_text
 from megarl.rollout.interface import Completion, SamplingParams
@@ -44,31 +43,7 @@ def tokenizer():
 
 @pytest.fixture(scope="module")
 def reader(tmp_path_factory, tokenizer):
-    folder = tmp_path_factory.mktemp("processor")
-    (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
-    return ImageReader(ImageProcessor(str(folder)), tokenizer.convert_tokens_to_ids("<|image_pad|>"))
-
-
-def picture(shade, size=(56, 56), mode="RGB"):
-    return pil.new(mode, size, shade if mode == "L" else (shade, shade, 0))
-
-
-def png(shade, size=(56, 56)):
-    file = io.BytesIO()
-    picture(shade, size).save(file, "PNG")
-    return file.getvalue()
-
-
-def url(data):
-    return f"data:image/png;base64,{base64.b64encode(data).decode()}"
-
-
-def part(image):
-    return {"type": "image", "image": image}
-
-
-def url_part(address):
-    return {"type": "image_url", "image_url": {"url": address}}
+    return squares_reader(tmp_path_factory.mktemp("processor"), tokenizer)
 
 
 @pytest.fixture

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from make_squares import task_tokenizer
-from support.expected_errors import raises
 from support.squares_task import make_squares_task
 from support.task_configs import arithmetic, train_config  # noqa: F401
 
-from megarl.agents.external_agent import ExternalAgent
 from megarl.agents.loop import SingleTurnLoop, Transcript, encode_messages
 from megarl.agents.runner import AgentRunner
 from megarl.agents.tool_agent import ToolLoop
@@ -158,17 +156,6 @@ def test_later_turns_keep_the_images_of_the_prompt(conversation):
     asyncio.run(lead())
     first = list(conversation.prompt_ids)
     assert prompts == [first, [*first, 7, 8, 9]] and min(first) < 0
-
-
-def test_the_chat_endpoint_takes_no_images(conversation):
-    class Endpoint:
-        def session(self, conversation, generate):
-            raise AssertionError("no session is opened")
-
-    loop = ExternalAgent(lambda task: None)
-    loop.endpoint = Endpoint()
-    with raises("agent.endpoint-images"):
-        asyncio.run(loop.run(conversation, None))
 
 
 def test_tokens_of_images_travel_between_processes(conversation):
