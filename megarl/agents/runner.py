@@ -43,7 +43,7 @@ from megarl.data.images import IMAGES, ImageReader
 from megarl.rewards.outcome import Outcome
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import Scorer, ScorerSpec, TaskBuilder
-from megarl.rollout.images import image_reader
+from megarl.rollout.image_reader import image_reader
 from megarl.rollout.interface import RequestRefused, RolloutError
 from megarl.rollout.router import Replica, Router, RouterStats
 

@@ -122,7 +122,7 @@ class ImageReader:
 def read_parts(
     messages: Sequence[Mapping[str, Any]], reader: ImageReader | None, location: str, first: int = 0
 ) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Read the images of messages that a tool, a loop or a client has written; no file and no address is opened.
+    """Read the images in messages of a tool, a loop or a client; no file and no address is opened.
 
     A content is a text, in which ``<image>`` has no meaning, or a list of parts, see :func:`part_file`.
 

@@ -20,7 +20,7 @@ from megarl.agents.types import Conversation, ConversationGroup, SampleId, Traje
 from megarl.base.image_tokens import Image
 from megarl.data.shared_prompts import prompt_digests
 from megarl.rewards.scorer import decode_text
-from megarl.rollout.images import image_reader
+from megarl.rollout.image_reader import image_reader
 from megarl.rollout.interface import Completion, SamplingParams
 from megarl.samples.rollouts import STORED, Rollouts
 from megarl.trainer.phases.data_loading import prompt_loader

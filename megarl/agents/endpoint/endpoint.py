@@ -30,7 +30,7 @@ from megarl.base.ports import bypass_proxies
 from megarl.base.redaction import remember_secret
 from megarl.config.schema.rollout import EndpointConfig, MultiTurnConfig, TrainingRolloutConfig
 from megarl.models import read_model_config
-from megarl.rollout.images import image_reader
+from megarl.rollout.image_reader import image_reader
 from megarl.rollout.interface import SamplingParams
 
 if TYPE_CHECKING:

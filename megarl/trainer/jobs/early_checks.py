@@ -35,7 +35,7 @@ from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
 from megarl.models.carried_tensors import unused_tensors, warn_of_unused
 from megarl.models.hf_folder import image_grid
-from megarl.rollout.images import image_reader
+from megarl.rollout.image_reader import image_reader
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.output_folders import check_output_files
 from megarl.trainer.phases.prompt_images import unread_columns

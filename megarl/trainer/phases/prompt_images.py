@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from megarl.config.schema.jobs import GenerationJobConfig
 from megarl.data.rows.schema import MEDIA
-from megarl.rollout.images import image_reader
+from megarl.rollout.image_reader import image_reader
 
 
 def longest_with_images(config: GenerationJobConfig) -> int:
