@@ -127,7 +127,7 @@ def warm_up(
     steps: int,
     rows: int = 64,
 ) -> None:
-    """Train on demonstrations, of which :data:`RIGHT_ZOOM` zoom into the tinted quarter, and the others into the next."""
+    """Train on demonstrations, of which :data:`RIGHT_ZOOM` zoom into the tinted quarter, the others into the next."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3)
     schedule = torch.optim.lr_scheduler.OneCycleLR(optimizer, 2e-3, total_steps=max(1, steps))
     for _ in range(steps):
