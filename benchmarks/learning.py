@@ -65,7 +65,7 @@ AGENTS = {
         "reward.name=agent_score",
     ),
     "vision": ("vision",),
-    "zoom": ("zoom", f"actor_rollout_ref.rollout.agent.default_agent_loop={ROOT}/examples/zoom_agent.py:ZoomAgent"),
+    "zoom": ("zoom", "trainer.validation_data_dir=null"),
 }  # fmt: skip
 """Configuration and overrides of the kinds that run in each mode."""
 PICTURES = {"vision": "tools/make_squares.py", "zoom": "tools/make_zoom.py"}

@@ -3,8 +3,8 @@
 megarl train --config-name zoom actor_rollout_ref.rollout.agent.default_agent_loop=examples/zoom_agent.py:ZoomAgent
 
 `bash launch/vision.sh zoom` makes the task before it. The image processor shows the picture of the prompt small. The
-loop cuts the named quarter out of the picture's file, at full size, and appends it as an image of the user. The reward is
-1 if the answer after it is right.
+loop cuts the named quarter out of the picture's file, at full size, and appends it as an image of the user. The reward
+is 1 if the answer after it is right.
 """
 
 from __future__ import annotations

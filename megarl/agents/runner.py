@@ -440,6 +440,10 @@ def _problem(trajectory: Trajectory, conversation: Conversation) -> str | None:
         entries = len(getattr(trajectory, name))
         if entries != length:
             return f"agent loop {conversation.agent_name!r}: {entries} entries of {name} for {length} response tokens"
+    if conversation.image_reader is not None:
+        shown = np.asarray(trajectory.response_ids) < 0
+        if bool((shown & (np.asarray(trajectory.response_mask) != 0)).any()):
+            return f"agent loop {conversation.agent_name!r}: response_mask is not 0 at the tokens of an image"
     if length > conversation.response_tokens:
         limit = conversation.response_tokens
         return f"agent loop {conversation.agent_name!r}: {length} response tokens, {limit} are allowed"

@@ -230,6 +230,19 @@ def test_tokens_of_unknown_images_fail_the_conversation(conversation, reader):
     assert asyncio.run(lead_conversation(conversation, Forger(known.token_ids), None)).error is None
 
 
+class Generator(Forger):
+    """Claims that the policy has generated an image."""
+
+    async def run(self, conversation, generate):
+        trajectory = await super().run(conversation, generate)
+        return replace(trajectory, response_mask=[1] * len(self.ids))
+
+
+def test_the_policy_generates_no_image(conversation):
+    trajectory = asyncio.run(lead_conversation(conversation, Generator(conversation.images[0].token_ids), None))
+    assert "response_mask" in trajectory.error and not any(trajectory.response_mask)
+
+
 @pytest.fixture
 def trajectory(tokenizer, conversation):
     return lead(tokenizer, conversation, [part(png(200))])[0]
