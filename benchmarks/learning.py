@@ -3,17 +3,17 @@
     python benchmarks/learning.py [--steps 40] [--seeds 1 2 3] [--jobs 2] [--only grpo gspo] [--plot FILE.svg]
     python benchmarks/learning.py --kinds decoupled bypass --jobs 1
     python benchmarks/learning.py --kinds search external --jobs 1 --steps 20
-    python benchmarks/learning.py --kinds vision --jobs 1
+    python benchmarks/learning.py --kinds vision zoom --jobs 1
 
 Each case is a run of `megarl train --config-name quickstart_grpo` from the warmed-up model of
 `bash launch/quickstart.sh` (run it first), on one process slot, with the same prompts and samples per step. Estimators
 run with PPO's clipped loss (`rft`: with `reinforce`, on the best samples of each prompt), losses with GRPO's
 advantages. The kinds `decoupled` and `bypass` are asynchronous runs (`quickstart_async`, on two slots) with a bound of
 the staleness: PPO clips about the recomputed policy, or about the policy that sampled. The kinds `search` (from the
-warmed-up model of `bash launch/search_agent.sh`), `external` (`examples/agent.py`) and `vision` (the task of
-`tools/make_squares.py`) run in each mode, on two slots; their figures also show the reward against the time of the
-steps. Runs that exist in `outputs/learning` are reused; remove that folder to repeat them. Figures need matplotlib (the
-extra `bench`).
+warmed-up model of `bash launch/search_agent.sh`), `external` (`examples/agent.py`), `vision` and `zoom` (the tasks of
+`tools/make_squares.py` and `tools/make_zoom.py`) run in each mode, on two slots; their figures also show the reward
+against the time of the steps. Runs that exist in `outputs/learning` are reused; remove that folder to repeat them.
+Figures need matplotlib (the extra `bench`).
 
 Prints for each case the held-out accuracy before and after training, and the training reward along the way, as means
 over the seeds, the mean staleness of the trained samples, and the mean seconds of a step. Also prints whether a run
@@ -44,7 +44,7 @@ from megarl.tracking import read_metrics
 ROOT = Path(__file__).resolve().parents[1]
 STALENESS = "training/off_policy/trajectory_staleness"
 REWARD = "critic/score/mean"
-ACCURACIES = [f"val-core/{task}/reward/mean@1" for task in ("arithmetic", "facts", "squares")]
+ACCURACIES = [f"val-core/{task}/reward/mean@1" for task in ("arithmetic", "facts", "squares", "zoom")]
 ALL_ANSWERS = "best_of_n/all/mean"
 """The reward of all samples, if only the best are trained on."""
 ESTIMATORS = [name for name in ADV_ESTIMATORS if not name.endswith("_vectorized")]
@@ -65,8 +65,11 @@ AGENTS = {
         "reward.name=agent_score",
     ),
     "vision": ("vision",),
+    "zoom": ("zoom", "trainer.validation_data_dir=null"),
 }  # fmt: skip
 """Configuration and overrides of the kinds that run in each mode."""
+PICTURES = {"vision": "tools/make_squares.py", "zoom": "tools/make_zoom.py"}
+"""Tools that write the tasks of kinds with pictures."""
 STALE = ("async_training.max_staleness=1", f"{CORRECTION}.rollout_is=token")
 MODES = {
     "sync": (),
@@ -86,6 +89,7 @@ KINDS = {
     "search": (list(MODES), "Search agent"),
     "external": (list(MODES), "External agent"),
     "vision": (list(MODES), "Vision-language model that counts squares"),
+    "zoom": (list(MODES), "Vision-language model that zooms in"),
 }
 """Names and title of each kind of cases."""
 PROMPTS, ANSWERS = 32, 8
@@ -277,10 +281,12 @@ def main() -> None:
     parser.add_argument("--runs", type=Path, default=ROOT / "outputs" / "learning", help="folder of the runs")
     parser.add_argument("overrides", nargs="*", metavar="KEY=VALUE")
     args = parse_sizes(parser, steps=1, seeds=[1], jobs=1, only=["grpo"])
-    if not (args.overrides or args.kinds == ["vision"] or (ROOT / "outputs" / "quickstart" / "warm").exists()):
+    from_quickstart = not args.overrides and not set(args.kinds) <= PICTURES.keys()
+    if from_quickstart and not (ROOT / "outputs" / "quickstart" / "warm").exists():
         sys.exit("there is no warmed model: run `bash launch/quickstart.sh` first")
-    if "vision" in args.kinds and not (ROOT / "outputs" / "vision" / "task").exists():
-        sys.exit("there are no pictures: run `python tools/make_squares.py` first")
+    for kind in PICTURES.keys() & set(args.kinds):
+        if not (ROOT / "outputs" / kind / "task").exists():
+            sys.exit(f"there are no pictures: run `python {PICTURES[kind]}` first")
     print(f"machine: {processor()}; {args.steps} steps of {PROMPTS} prompts x {ANSWERS} answers, seeds {args.seeds}\n")
     selected = list(cases(args.kinds, args.only))
     if "search" in args.kinds and not (SEARCH_AGENT / "warm").exists():

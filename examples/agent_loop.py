@@ -11,7 +11,6 @@ from __future__ import annotations
 from typing import Any, Self
 
 from megarl.agents import AgentLoop, Conversation, Generate, Trajectory, Transcript
-from megarl.agents.frames import turn_frame
 
 
 class AskTwice(AgentLoop):
@@ -33,9 +32,9 @@ class AskTwice(AgentLoop):
     async def run(self, conversation: Conversation, generate: Generate) -> Trajectory:
         """Generate two turns; the question between them is context and not trained on."""
         transcript = Transcript(conversation)
-        turn = await transcript.generate(generate)
-        frame = turn_frame(self.tokenizer, [{"role": "user", "content": self.question}], turn.token_ids[-1])
-        if not transcript.observe(frame):  # no room for a second answer
+        await transcript.generate(generate)
+        question = {"role": "user", "content": self.question}
+        if not await transcript.observe_messages(self.tokenizer, [question]):  # no room for a second answer
             return transcript.end("length", {"turns": 1.0})
         turn = await transcript.generate(generate)
         return transcript.end(turn.finish_reason, {"turns": 2.0})

@@ -1,25 +1,41 @@
 #!/usr/bin/env bash
-# Trains a small vision-language model to count squares in pictures with GRPO, on two CPU cores: pictures, a warmed-up model
-# that often misses a square, training with a frozen vision tower, and answers of the trained policy.
+# Trains a small vision-language model with GRPO, on two CPU cores: pictures, a warmed-up model that errs on purpose, training
+# with a frozen vision tower, and answers of the trained policy. The task is to count squares; with `zoom` as first argument,
+# to find the quarter of a picture whose squares count, which a later turn shows larger (examples/zoom_agent.py).
 #
-#   bash launch/vision.sh                                                     GRPO
+#   bash launch/vision.sh                                                     count squares
+#   bash launch/vision.sh zoom                                                zoom in, then count
 #   SEED=2 bash launch/vision.sh trainer.total_training_steps=60
 #   bash launch/vision.sh async_training.mode=colocated async_training.max_staleness=1
 #
-# Arguments are passed to `megarl train`.
+# Other arguments are passed to `megarl train`.
 set -euo pipefail
 source "$(dirname "${BASH_SOURCE[0]}")/environment.sh"
 ensure_environment
 cd "$MEGARL_ROOT"
 
 seed="${SEED:-1}"
-task=outputs/vision/task
+name=vision tool=tools/make_squares.py
+if [ "${1:-}" = zoom ]; then name=zoom tool=tools/make_zoom.py; shift; fi
+task="outputs/$name/task"
 
-echo "== 1/3  Pictures, and a model that misses squares (seed $seed)"
-python tools/make_squares.py --out "$task" --seed "$seed"
+echo "== 1/3  Pictures, and a model that errs (seed $seed)"
+python "$tool" --out "$task" --seed "$seed"
 
 echo "== 2/3  Reinforcement learning"
-megarl train --config-name vision trainer.seed="$seed" trainer.hf_export_dir=outputs/vision/trained trainer.overwrite_output=true "$@"
+megarl train --config-name "$name" trainer.seed="$seed" trainer.hf_export_dir="outputs/$name/trained" trainer.overwrite_output=true "$@"
 
-echo "== 3/3  Answers about held-out pictures, with plain transformers"
-python tools/count_squares.py --model outputs/vision/trained --pictures "$task/data/test.parquet"
+echo "== 3/3  Answers about held-out pictures"
+if [ "$name" = vision ]; then
+  python tools/count_squares.py --model outputs/vision/trained --pictures "$task/data/test.parquet"
+else
+  python - outputs/zoom/validation <<'SHOW'
+import json, pathlib, sys
+files = sorted(pathlib.Path(sys.argv[1]).glob("*.jsonl"), key=lambda file: int(file.stem))
+for file in (files[0], files[-1]):
+    rows = [json.loads(line) for line in file.read_text().split("\n") if line]
+    print(f"\nstep {file.stem}: {sum(row['score'] == 1 for row in rows)} of {len(rows)} answers are right")
+    for row in rows[:3]:
+        print(f"  {' '.join(row['output'].split())}    expected: {row['gts']}")
+SHOW
+fi

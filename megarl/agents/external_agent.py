@@ -21,7 +21,7 @@ from megarl.agents.loop import AgentLoop, register_agent_loop
 from megarl.agents.types import AgentError, AgentSession, Conversation, Generate, Message, Trajectory
 from megarl.base.errors import ConfigError
 from megarl.base.user_code import import_spec, public_functions
-from megarl.data.images import IMAGES
+from megarl.data.images import IMAGES, data_url
 from megarl.rewards import AGENT_RESULT
 
 if TYPE_CHECKING:
@@ -40,6 +40,7 @@ class AgentTask:
 
     Attributes:
         base_url: base URL for an OpenAI client, unique to this conversation.
+        messages: prompt; images are parts of type ``image_url`` with the files as data URLs.
         facts: other columns of the data row, such as ``extra_info``; read-only.
     """
 
@@ -96,15 +97,12 @@ class ExternalAgent(AgentLoop):
         """
         if self.endpoint is None:
             raise AgentError("external_agent was built without the run's endpoint", code="agent.no-endpoint")
-        if conversation.facts.get(IMAGES):
-            text = "the prompt has images, which the chat endpoint does not take; use another agent loop for the row"
-            raise AgentError(text, code="agent.endpoint-images")
         async with self.endpoint.session(conversation, generate) as access:
             task = AgentTask(
                 base_url=access.base_url,
                 api_key=access.api_key,
                 model=access.model,
-                messages=[copy.copy(message) for message in conversation.messages],
+                messages=_with_files(conversation),
                 facts=conversation.facts,
             )
             try:
@@ -115,6 +113,20 @@ class ExternalAgent(AgentLoop):
                 result = None
         trajectory = access.session.trajectory()
         return replace(trajectory, fields={AGENT_RESULT: _result_mapping(result)})
+
+
+def _with_files(conversation: Conversation) -> list[Message]:
+    """Return the messages of a prompt with its images as OpenAI's parts."""
+    images = iter(conversation.facts.get(IMAGES) or ())
+
+    def shown(part: Mapping[str, Any]) -> Mapping[str, Any]:
+        image = part["type"] == "image"
+        return {"type": "image_url", "image_url": {"url": data_url(next(images))}} if image else part
+
+    return [
+        {**m, "content": [shown(part) for part in m["content"]]} if isinstance(m["content"], list) else copy.copy(m)
+        for m in conversation.messages
+    ]
 
 
 def load_agent(spec: str) -> Agent:

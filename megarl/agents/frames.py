@@ -54,6 +54,8 @@ def turn_frame(
     messages: Sequence[Message],
     last_token: int | None,
     template_kwargs: Mapping[str, Any] | None = None,
+    images: Sequence[Image] = (),
+    image_token: int | None = None,
 ) -> list[int]:
     """Encode the environment's messages, from an assistant turn's end to the next one's start.
 
@@ -63,20 +65,26 @@ def turn_frame(
         messages: messages of the environment, such as one of role ``tool`` per result.
         last_token: last generated token; if it is a special token, the model closed its turn, and the frame starts
             after the closing token.
+        images, image_token: see :func:`encode_prompt`.
 
     Raises:
         AgentError: the template refuses the messages, or does not render an assistant's text verbatim.
+        DataError: the template writes another number of image tokens.
     """
     control = control_tokens(tokenizer)
     start = [{"role": "user", "content": "?"}, {"role": "assistant", "content": _MARK}]
-    text = _render(tokenizer, [*start, *control.hide_messages(messages)], **(template_kwargs or {}))
+    messages = control.hide_messages(messages)
+    if image_token is not None:
+        messages = control.hide_token(messages, str(tokenizer.convert_ids_to_tokens(image_token)))
+    text = _render(tokenizer, [*start, *messages], **(template_kwargs or {}))
     before, mark, frame = text.partition(_MARK)
     if not mark or _MARK in frame or _MARK in before:
         problem = "the chat template does not show an assistant's text once and verbatim, so no turn can be appended"
         raise AgentError(problem, code="tokenizer.template-hides-turns")
     if last_token in control.special_ids:
         frame = _without_close(frame, control.special)
-    return control.encode(frame)
+    ids = control.encode(frame)
+    return ids if image_token is None else with_image_tokens(ids, images, image_token, "the new messages")
 
 
 def _without_close(frame: str, special: Collection[str]) -> str:

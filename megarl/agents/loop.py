@@ -7,6 +7,7 @@ environment's messages are tokenized, separately, and appended with mask 0 (:cla
 from __future__ import annotations
 
 import abc
+import asyncio
 import json
 from collections.abc import Mapping, Sequence
 from dataclasses import replace
@@ -14,12 +15,22 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from megarl.agents.event_loop import in_tokenizer_thread
-from megarl.agents.frames import encode_prompt
-from megarl.agents.types import AgentError, Conversation, Generate, SessionProvider, Trajectory, TrajectoryEnd
+from megarl.agents.frames import encode_prompt, turn_frame
+from megarl.agents.types import (
+    AgentError,
+    Conversation,
+    Generate,
+    Message,
+    SessionProvider,
+    Trajectory,
+    TrajectoryEnd,
+)
+from megarl.base.errors import DataError
+from megarl.base.image_tokens import Image
 from megarl.base.registry import Registry
 from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
-from megarl.data.images import IMAGES
+from megarl.data.images import IMAGES, read_parts
 from megarl.data.tokenizers import fewest_tokens
 from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 
@@ -104,6 +115,22 @@ async def encode_messages(
     )
 
 
+async def read_images(
+    conversation: Conversation, messages: Sequence[Message], location: str
+) -> tuple[list[dict[str, Any]], list[Image]]:
+    """Read the images of messages outside the event loop and add them to the conversation; see :func:`read_parts`.
+
+    Raises:
+        AgentError: an image cannot be read.
+    """
+    try:
+        shown, images = await asyncio.to_thread(read_parts, messages, conversation.image_reader, location)
+    except DataError as error:
+        raise AgentError(error.text, code=error.code) from error
+    conversation.add_images(images)
+    return shown, images
+
+
 class Transcript:
     """Tokens of a conversation with mask, log-probs and weight versions, in order.
 
@@ -130,6 +157,7 @@ class Transcript:
         self.assistant_turns = 0
         self.user_turns = 0
         self._versions: list[int] = []
+        self._last_token: int | None = None
 
     @property
     def room(self) -> int:
@@ -172,6 +200,7 @@ class Transcript:
         self.response_mask += [1] * tokens
         self.log_probs += completion.log_probs
         self._versions += completion.weight_versions or [completion.weight_version] * tokens
+        self._last_token = completion.token_ids[-1] if tokens else None
         self.assistant_turns += 1
 
     def observe(self, ids: Sequence[int]) -> bool:
@@ -184,6 +213,31 @@ class Transcript:
         self._versions += [self._versions[-1] if self._versions else NO_VERSION] * len(ids)
         self.user_turns += 1
         return True
+
+    async def observe_messages(
+        self,
+        tokenizer: PreTrainedTokenizerBase,
+        messages: Sequence[Message],
+        template_kwargs: Mapping[str, Any] | None = None,
+    ) -> bool:
+        """Append messages of the environment as a turn if it leaves room for a token of the policy; return whether.
+
+        Args:
+            messages: such as one of role ``tool`` per result; a content is a text, or a list of parts with images, see
+                :func:`megarl.data.images.read_parts`.
+
+        Raises:
+            AgentError: an image cannot be read, or the chat template refuses the messages.
+        """
+        location, images = f"turn {self.user_turns + 1} of the environment", list[Image]()
+        if not all(isinstance(message.get("content"), str) for message in messages):
+            messages, images = await read_images(self.conversation, messages, location)
+        token = self.conversation.image_token
+        return self.observe(
+            await in_tokenizer_thread(
+                partial(turn_frame, tokenizer, messages, self._last_token, template_kwargs, images, token)
+            )
+        )
 
     def end(
         self,

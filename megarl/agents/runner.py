@@ -19,6 +19,8 @@ from functools import partial
 from types import MappingProxyType
 from typing import TYPE_CHECKING, Any
 
+import numpy as np
+
 from megarl.agents.build import build_agent_loops, conversation_limits
 from megarl.agents.endpoint.endpoint import EndpointAddress, build_endpoint
 from megarl.agents.event_loop import EventLoopThread, monitored_loop
@@ -36,11 +38,12 @@ from megarl.agents.types import (
 )
 from megarl.base.child_process import ChildEnvironment
 from megarl.base.errors import RewardError, WeightSyncError, WorkerError
-from megarl.data.images import IMAGES
-from megarl.models import read_model_config
+from megarl.base.image_tokens import Image, image_spans
+from megarl.data.images import IMAGES, ImageReader
 from megarl.rewards.outcome import Outcome
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import Scorer, ScorerSpec, TaskBuilder
+from megarl.rollout.image_reader import image_reader
 from megarl.rollout.interface import RequestRefused, RolloutError
 from megarl.rollout.router import Replica, Router, RouterStats
 
@@ -309,11 +312,12 @@ class AgentRunner:
         try:
             assert self._router is not None
             for group in groups:
-                generate = partial(self._router.generate, images=group.facts.get(IMAGES) or ())
                 for name in group.ids:
+                    images = list(group.facts.get(IMAGES) or ())  # later turns add to them
+                    generate = partial(self._router.generate, images=images)
                     if group.with_turns:
                         self._records[name] = TurnRecord(generate, group.turns.get(name.sample, ()))
-                    task = self._loop.loop.create_task(self._lead(name, group, generate))
+                    task = self._loop.loop.create_task(self._lead(name, group, generate, images))
                     task.add_done_callback(partial(self._end, name, group))
                     self._tasks[name] = task
         except Exception as error:  # the event loop would log it only
@@ -335,7 +339,9 @@ class AgentRunner:
             self._ended[name] = trajectory
             self._changed.notify_all()
 
-    async def _lead(self, name: SampleId, group: ConversationGroup, generate: GenerateWithRoutes) -> Trajectory:
+    async def _lead(
+        self, name: SampleId, group: ConversationGroup, generate: GenerateWithRoutes, images: list[Image]
+    ) -> Trajectory:
         """Lead one conversation and score its trajectory.
 
         A sample that waits for its score is unfinished: a checkpoint stores its turns.
@@ -353,7 +359,8 @@ class AgentRunner:
             agent_name=group.agent_name,
             facts=copy.deepcopy(group.facts),
             limits=self._limits,
-            image_token=self._image_token if group.facts.get(IMAGES) else None,
+            image_reader=self._image_reader,
+            images=images,
         )
         async with self._slots:
             trajectory = await lead_conversation(
@@ -367,9 +374,8 @@ class AgentRunner:
         return trajectory if routes is None else routes.add_to(trajectory)
 
     @functools.cached_property
-    def _image_token(self) -> int | None:
-        vision = read_model_config(self._config.actor_rollout_ref.model.path).vision
-        return None if vision is None else vision.image_token
+    def _image_reader(self) -> ImageReader | None:
+        return image_reader(self._config)
 
     def _fail(self, error: Exception) -> None:
         """Let :meth:`finished` raise an error, the first one if there are several."""
@@ -403,8 +409,28 @@ async def lead_conversation(conversation: Conversation, loop: AgentLoop, generat
         if isinstance(error, TimeoutError) and deadline.expired():
             cause = f"the conversation took longer than {seconds:g} s"
         return _failed(conversation.prompt_ids, cause)
+    if conversation.image_reader is not None:
+        try:
+            trajectory = replace(trajectory, images=_later_images(trajectory, conversation))
+        except ValueError as error:
+            return _failed(conversation.prompt_ids, f"agent loop {conversation.agent_name!r}: {error}")
     problem = _problem(trajectory, conversation)
     return trajectory.failed(problem) if problem else trajectory
+
+
+def _later_images(trajectory: Trajectory, conversation: Conversation) -> list[Image]:
+    """Find the images in a trajectory's tokens that its data row does not have.
+
+    Raises:
+        ValueError: the tokens of an image are incomplete, or no turn has read it.
+    """
+    ids = np.concatenate([np.asarray(part, np.int64) for part in (trajectory.prompt_ids, trajectory.response_ids)])
+    keys = dict.fromkeys(span.key for span in image_spans(ids))
+    images = {image.key: image for image in conversation.images}
+    if unknown := keys.keys() - images:
+        raise ValueError(f"there are tokens of image {min(unknown):x}, which is not among the conversation's images")
+    of_row = {image.key for image in conversation.facts.get(IMAGES) or ()}
+    return [images[key] for key in keys if key not in of_row]
 
 
 def _problem(trajectory: Trajectory, conversation: Conversation) -> str | None:
@@ -414,6 +440,10 @@ def _problem(trajectory: Trajectory, conversation: Conversation) -> str | None:
         entries = len(getattr(trajectory, name))
         if entries != length:
             return f"agent loop {conversation.agent_name!r}: {entries} entries of {name} for {length} response tokens"
+    if conversation.image_reader is not None:
+        shown = np.asarray(trajectory.response_ids) < 0
+        if bool((shown & (np.asarray(trajectory.response_mask) != 0)).any()):
+            return f"agent loop {conversation.agent_name!r}: response_mask is not 0 at the tokens of an image"
     if length > conversation.response_tokens:
         limit = conversation.response_tokens
         return f"agent loop {conversation.agent_name!r}: {length} response tokens, {limit} are allowed"

@@ -10,17 +10,16 @@ from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
 from megarl.agents.event_loop import in_tokenizer_thread
-from megarl.agents.frames import turn_frame
 from megarl.agents.loop import AgentLoop, Transcript, encode_messages, register_agent_loop
 from megarl.agents.tools.calling import (
     PARSERS,
     ToolCall,
     answer_call,
     check_truncate_side,
-    clip_text,
+    clip_content,
 )
-from megarl.agents.tools.tool import ToolEntry, load_tools
-from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
+from megarl.agents.tools.tool import Content, ToolEntry, load_tools
+from megarl.agents.types import AgentError, Conversation, Generate, Message, Trajectory, TrajectoryEnd
 from megarl.base.errors import ConfigError
 from megarl.data.tokenization import TOOLS_COLUMN
 
@@ -110,16 +109,15 @@ class ToolLoop(AgentLoop):
             if limits.user_turns is not None and transcript.user_turns >= limits.user_turns:
                 return "turns"
             results = await self._tool_results(calls, tools, transcript.conversation, counts)
-            last = turn.token_ids[-1] if turn.token_ids else None
-            if not transcript.observe(await in_tokenizer_thread(partial(self._frame, results, last))):
+            messages = await in_tokenizer_thread(partial(self._messages, results))
+            if not await transcript.observe_messages(self.tokenizer, messages, self.template_kwargs):
                 return "length"
 
-    def _frame(self, results: Sequence[str], last_token: int | None) -> list[int]:
-        """Encode the results of a turn's calls, each cut to its limit."""
+    def _messages(self, results: Sequence[Content]) -> list[Message]:
+        """Return the results of a turn's calls as messages, their texts cut to the limit."""
         longest, side = self.options.max_tool_response_length, self.options.tool_response_truncate_side
-        texts = [clip_text(self.tokenizer, result, longest, side) for result in results]
-        messages = [{"role": "tool", "content": text} for text in texts]
-        return turn_frame(self.tokenizer, messages, last_token, self.template_kwargs)
+        contents = [clip_content(self.tokenizer, result, longest, side) for result in results]
+        return [{"role": "tool", "content": content} for content in contents]
 
     async def _tool_results(
         self,
@@ -127,8 +125,8 @@ class ToolLoop(AgentLoop):
         tools: Mapping[str, ToolEntry],
         conversation: Conversation,
         counts: Counter[str],
-    ) -> list[str]:
-        """Run the calls of a turn; return one text per call, in their order."""
+    ) -> list[Content]:
+        """Run the calls of a turn; return one content per call, in their order."""
         limit = self.options.max_parallel_calls
         excess = ToolCall(problem=f"only {limit} calls are answered per turn; this call was not run")
         answers = await asyncio.gather(
@@ -138,7 +136,7 @@ class ToolLoop(AgentLoop):
         for answer in answers:
             counts["malformed_calls"] += answer.malformed
             counts.update(answer.metrics)
-        return [answer.text for answer in answers]
+        return [answer.content for answer in answers]
 
     def _declared_tools(
         self, conversation: Conversation

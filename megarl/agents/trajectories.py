@@ -39,13 +39,13 @@ def report_failures(trajectories: Sequence[Trajectory]) -> None:
 
 RAGGED = {
     "prompt_ids": np.int64,
-    "response_ids": np.int32,
+    "response_ids": np.int64,
     "response_mask": np.int8,
     "log_probs": np.float32,
     "weight_versions": np.int32,
     "unmasked": np.int8,
 }
-"""Fields of a trajectory with one value per token, and their types in other processes; prompts without images are
+"""Fields of a trajectory with one value per token, and their types in other processes; ids without images are
 int32."""
 
 
@@ -55,8 +55,9 @@ class PackedSamples:
     def __init__(self, samples: Mapping[SampleId, Trajectory]) -> None:
         self._names, trajectories = list(samples), list(samples.values())
         self._columns = {name: _ragged([getattr(t, name) for t in trajectories], RAGGED[name]) for name in RAGGED}
-        prompts, ends = self._columns["prompt_ids"]
-        self._columns["prompt_ids"] = narrow_ids(prompts), ends
+        for name in ("prompt_ids", "response_ids"):
+            ids, ends = self._columns[name]
+            self._columns[name] = narrow_ids(ids), ends
         # The rest of each trajectory, without its tokens.
         empty = dict.fromkeys(RAGGED, ())
         self._rest = [{**vars(trajectory), **empty} for trajectory in trajectories]
@@ -92,7 +93,7 @@ def trajectories_to_batch(
 
     Args:
         state_masking: exclude the environment's tokens from losses, KL, advantages and entropy; False trains on them as
-            on the policy's tokens.
+            on the policy's tokens, except on tokens of images.
         with_versions: add the column ``weight_versions``, for asynchronous training.
         with_routes: add the column ``routed_experts``, for routing replay R3.
 
@@ -166,7 +167,7 @@ def _train_mask(trajectory: Trajectory, state_masking: bool) -> Integers:
     length = len(trajectory.response_ids)
     if trajectory.error is not None or not length:
         return [0] * max(length, 1)
-    return trajectory.generated_mask if state_masking else [1] * length
+    return trajectory.generated_mask if state_masking else np.asarray(trajectory.response_ids) >= 0
 
 
 def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:

@@ -6,7 +6,7 @@ This module imports no other module of the package ``agents``.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
@@ -14,6 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from megarl.base.errors import MegarlError
+from megarl.base.image_tokens import Image
+from megarl.data.images import ImageReader
 from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION, Completion, FinishReason, SamplingParams
 
@@ -45,6 +47,15 @@ class Generate(Protocol):
             key: name of the conversation's prompt; the router sends requests with the same key (a shared prefix) to the
                 same replica.
         """
+
+
+class GenerateWithImages(Protocol):
+    """Generate one turn outside a conversation."""
+
+    async def __call__(
+        self, prompt_ids: Sequence[int], params: SamplingParams, *, seed: int, key: str, images: Sequence[Image]
+    ) -> Completion:
+        """See :class:`Generate`; ``images`` has those of the prompt."""
 
 
 def narrow_ids(ids: Integers) -> np.ndarray:
@@ -83,7 +94,8 @@ class Conversation:
         seed: seed of the first turn; later turns use :func:`megarl.agents.loop.turn_seed`.
         key: name of the prompt, the same for all samples of its group.
         facts: the other columns of the data row, such as ``data_source`` and ``extra_info``; read-only.
-        image_token: the policy's image token, which stands for each of the images in ``facts``; None without images.
+        image_reader: reads the images of later turns; None = the policy reads text alone.
+        images: images of the prompt, and those that later turns have added so far; requests have those of their ids.
     """
 
     messages: Sequence[Message]
@@ -94,7 +106,18 @@ class Conversation:
     agent_name: str = "single_turn_agent"
     facts: Mapping[str, Any] = field(default_factory=dict)
     limits: ConversationLimits = ConversationLimits()
-    image_token: int | None = None
+    image_reader: ImageReader | None = None
+    images: list[Image] = field(default_factory=list)
+
+    @property
+    def image_token(self) -> int | None:
+        """The policy's image token; None if it reads text alone."""
+        return None if self.image_reader is None else self.image_reader.token
+
+    def add_images(self, images: Iterable[Image]) -> None:
+        """Add images that later turns show; known ones are ignored."""
+        known = {image.key for image in self.images}
+        self.images.extend({image.key: image for image in images if image.key not in known}.values())
 
     @property
     def response_tokens(self) -> int:
@@ -123,6 +146,7 @@ class Trajectory:
         routes: int16 ``[tokens, expert layers, per token]``, experts of the first tokens, prompt and response; None
             without routing replay R3, and if the engine has computed nothing.
         outcome: score of the reward functions; None: not scored yet.
+        images: images in the tokens besides those of the data row, each once.
     """
 
     prompt_ids: Integers
@@ -139,6 +163,7 @@ class Trajectory:
     unmasked: Integers = ()
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
     outcome: Outcome | None = None
+    images: Sequence[Image] = ()
 
     @property
     def generated_mask(self) -> Integers:

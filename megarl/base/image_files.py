@@ -109,6 +109,31 @@ def lossless_png(data: bytes, location: str) -> bytes:
     return file.getvalue()
 
 
+def picture_file(picture: Any, location: str) -> bytes | None:
+    """Encode a PIL image as a PNG with the same pixels; None for another object.
+
+    Raises:
+        DataError: a PNG of 8 bits per channel cannot have its pixels.
+    """
+    from PIL import Image as pil
+
+    if not isinstance(picture, pil.Image):
+        return None
+    if picture.mode not in _MODES:
+        text = f"{location}: the image has the color mode {picture.mode!r}, expected one of {', '.join(_MODES)}"
+        raise DataError(f'{text}; convert it, as with picture.convert("RGB")', code="image.color-mode")
+    file = io.BytesIO()
+    picture.save(file, "PNG", compress_level=1)
+    return file.getvalue()
+
+
+def image_type(data: bytes) -> str:
+    """Return the media type of an encoded image, such as ``image/png``."""
+    from PIL import Image as pil
+
+    return pil.MIME[str(_open(data, "an image").format)]
+
+
 def _is_plain_png(data: bytes) -> bool:
     if not data.startswith(b"\x89PNG\r\n\x1a\n") or data[24:26] != b"\x08\x02":  # 8 bits, RGB
         return False

@@ -66,6 +66,11 @@ class Image:
         return self.file.read() if isinstance(self.file, RemoteFile) else self.file
 
     @property
+    def fields(self) -> tuple[bytes, int, int, int]:
+        """Arguments that build the image again, with its file; checkpoints store them."""
+        return self.data, self.rows, self.columns, self.key
+
+    @property
     def token_ids(self) -> list[int]:
         """Ids of its tokens, row after row."""
         row, column = np.divmod(np.arange(self.rows * self.columns, dtype=np.int64), self.columns)

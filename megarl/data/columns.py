@@ -102,7 +102,7 @@ _declare(
         "kto_sequence_prompt_tokens": "Tokens of `kto_sequence` before its response.",
         "kl_sequence_prompt_tokens": "Tokens of `kl_sequence` before its response.",
         "prompt_digests": "Digest of the token ids of the prompt, equal for rows with equal prompts.",
-        "image_counts": "Images of the prompt; absent if no prompt of the batch has one.",
+        "image_counts": "Images of the row, those of later turns included; absent if no row of the batch has one.",
         "desirable": "1 = the response of `kto_sequence` is desirable, 0 = undesirable.",
     },
 )
@@ -167,7 +167,7 @@ NON_TENSOR_COLUMNS: dict[str, str] = {
     "uid": "Id of a prompt within a step, shared by its samples.",
     "index": "Row number in the data set, counted over all files.",
     "raw_prompt": 'The prompt as chat messages; an image is a part `{"type": "image"}` without data.',
-    "images": "Images of the prompt, a tuple of `Image`; empty or None without. Their tokens have negative ids.",
+    "images": "Images of the row, a tuple of `Image` in the order of their tokens, which have negative ids.",
     "agent_name": "Agent loop of the row; None = the default loop.",
     "is_baseline": "Whether the row is a greedy response for the ReMax baseline.",
     "num_turns": "Number of messages of the conversation, including the prompt.",

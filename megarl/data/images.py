@@ -1,7 +1,9 @@
-"""Images of prompts: from the entries and placeholders of a row to encoded files and their tokens; imports no torch."""
+"""Images of prompts and later turns: from entries, placeholders and parts to files and tokens; imports no torch."""
 
 from __future__ import annotations
 
+import base64
+import binascii
 import hashlib
 import itertools
 import re
@@ -11,20 +13,22 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.base.errors import DataError
-from megarl.base.image_files import MAX_BYTES, ImageProcessor
+from megarl.base.image_files import MAX_BYTES, ImageProcessor, image_type, picture_file
 from megarl.base.image_tokens import PLACEHOLDER, Image
 
 if TYPE_CHECKING:
     from megarl.data.rows.reader import Rows
 
 IMAGES = "images"
-"""Column of a batch with the images of each prompt, a tuple of :class:`~megarl.base.image_tokens.Image`."""
+"""Column of a batch with the images of each row, a tuple of :class:`~megarl.base.image_tokens.Image`."""
 IMAGE_COUNTS = "image_counts"
 """Column of a batch with the number of images of each row, ``[b]`` int64."""
 _PLACEHOLDERS = re.compile("(<image>|<video>)")
 _SOURCES = ("bytes", "image", "path")
 """Fields of an entry, or of a part of a message, that have an image; the first that is not null counts."""
 _FORM = 'the bytes of a file, its path, {"bytes": ...}, {"path": ...} or {"image": one of these}'
+_DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
+_TURN_FORM = 'the bytes of a file, a PIL image, or a URL "data:image/png;base64,..."'
 _BLOCK = 1024
 
 
@@ -115,6 +119,78 @@ class ImageReader:
                 yield _absolute(entry, folder)
 
 
+def read_parts(
+    messages: Sequence[Mapping[str, Any]], reader: ImageReader | None, location: str, first: int = 0
+) -> tuple[list[dict[str, Any]], list[Image]]:
+    """Read the images in messages of a tool, a loop or a client; no file and no address is opened.
+
+    A content is a text, in which ``<image>`` has no meaning, or a list of parts, see :func:`part_file`.
+
+    Args:
+        reader: of the policy; None = it reads text alone.
+        location: the messages in errors.
+        first: number of the first message in errors.
+
+    Returns:
+        The messages, with one text each, or with parts of type ``image`` without data; and the images.
+
+    Raises:
+        DataError: an image cannot be read, the policy reads none, or a part has another type.
+    """
+    shown, images = list[dict[str, Any]](), list[Image]()
+    for number, message in enumerate(messages, first):
+        content = message.get("content")
+        if not isinstance(content, Sequence) or isinstance(content, str):
+            shown.append(dict(message))
+            continue
+        parts, before = list[dict[str, Any]](), len(images)
+        for place, part in enumerate(content):
+            where = f"{location}, message {number}, part {place}"
+            if (file := part_file(part, where)) is None:
+                parts.append({"type": "text", "text": part["text"]})
+                continue
+            if reader is None:
+                raise DataError(f"{where}: the policy reads text alone, and no images", code="image.text-model")
+            images.append(reader.processor.read(file, where))
+            parts.append({"type": "image"})
+        has_images = len(images) > before
+        shown.append({**message, "content": parts if has_images else "".join(part["text"] for part in parts)})
+    return shown, images
+
+
+def part_file(part: Any, location: str) -> bytes | None:
+    """Return the encoded image of a part; None for a text.
+
+    Args:
+        part: ``{"type": "text", "text": ...}``; ``{"type": "image", "image": ...}`` with a file's bytes or a PIL image;
+            or OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}``, with the file in a data URL.
+
+    Raises:
+        DataError: the part has another type, or no image in these forms.
+    """
+    kind = part.get("type") if isinstance(part, Mapping) else None
+    if kind == "text" and isinstance(part.get("text"), str):
+        return None
+    source = _own_image(part) if kind == "image" else part.get("image_url") if kind == "image_url" else None
+    while isinstance(source, Mapping):
+        source = source.get("url") if kind == "image_url" else _own_image(source)
+    if source is None:
+        text = f'{location}: a part is {{"type": "text", "text": string}}, {{"type": "image", "image": ...}} or'
+        raise DataError(f'{text} {{"type": "image_url", ...}}, not {_shown(part)}', code="image.part-type")
+    if isinstance(source, bytes | bytearray):
+        return bytes(source)
+    if isinstance(source, str):
+        return _data_url_file(source, location)
+    if (file := picture_file(source, location)) is None:
+        raise DataError(f"{location}: an image is {_TURN_FORM}, not {_shown(source)}", code="image.entry-type")
+    return file
+
+
+def data_url(image: Image) -> str:
+    """Return the file of an image as a data URL, in the form of OpenAI's ``image_url`` parts."""
+    return f"data:{image_type(image.data)};base64,{base64.b64encode(image.data).decode('ascii')}"
+
+
 def with_image_tokens(ids: list[int], images: Sequence[Image], token: int, location: str) -> list[int]:
     """Replace each image token by the tokens of its image.
 
@@ -164,6 +240,18 @@ def _parts(content: Any, location: str) -> list[dict[str, Any]]:
             text = f'{location}: a part of a content is {{"type": "text", "text": string}} or {{"type": "image"}}, not'
             raise DataError(f"{text} {_shown(part)}", code="image.part-type")
     return parts
+
+
+def _data_url_file(url: str, location: str) -> bytes:
+    if (start := _DATA_URL.match(url)) is None:
+        raise DataError(f"{location}: {url:.80} is not opened; an image is {_TURN_FORM}", code="image.remote")
+    if (size := (len(url) - start.end()) * 3 // 4) > MAX_BYTES + 2:  # the padding
+        text = f"{location}: the image has {size} bytes, at most {MAX_BYTES} are read"
+        raise DataError(text, code="image.too-many-bytes")
+    try:
+        return base64.b64decode(url[start.end() :], validate=True)
+    except (binascii.Error, ValueError) as error:
+        raise DataError(f"{location}: the data URL is not valid base64 ({error})", code="image.data-url") from error
 
 
 def _own_image(part: Mapping[str, Any]) -> Any:

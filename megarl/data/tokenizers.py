@@ -20,6 +20,7 @@ from typing import TYPE_CHECKING, Any
 from weakref import WeakKeyDictionary
 
 from megarl.base.errors import ModelError
+from megarl.base.image_tokens import PLACEHOLDER, image_spans
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -34,6 +35,8 @@ MARK = "@@megarl-"
 """Beginning of all marks that this package writes into messages; a text that contains it is hidden too."""
 _HIDDEN = re.compile(rf"{MARK}(?:text|edge):([0-9a-f]*)@@")
 _EDGE = re.compile(rf"{MARK}edge:([0-9a-f]*)@@")
+IMAGE_PART = {"type": "image"}
+"""Part of a message in place of an image."""
 _BLANK = " \t\r\n\u2581"
 """Some tokenizers have runs of spaces as added tokens; SentencePiece writes U+2581 for a space."""
 _CHAT = [{"role": role, "content": "?"} for role in ("user", "assistant", "user")]
@@ -202,6 +205,8 @@ class ControlTokens:
         """Hide the control tokens in all texts of a JSON value, including its keys."""
         if isinstance(value, str):
             return self.hide(value, role)
+        if value == IMAGE_PART:
+            return value
         if isinstance(value, Mapping):
             return {self.hide(str(name), role): self.hide_all(inner, role) for name, inner in value.items()}
         return [self.hide_all(inner, role) for inner in value] if isinstance(value, list | tuple) else value
@@ -276,15 +281,28 @@ def _original(match: re.Match[str]) -> str:
 
 
 def characters_per_token(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
-    """Count the characters of ``tokenizer.decode(ids, skip_special_tokens=True)`` per token.
+    """Count the characters of :func:`megarl.rewards.scorer.decode_text` per token.
 
-    The counts add up to the text. A character with bytes from several tokens counts for the last of them; a special
-    token has none. Tokens are read as byte-level BPE, then as SentencePiece, and compared with the decoded text. If
-    neither matches, as with a tokenizer that cleans up spaces, every prefix is decoded.
+    The counts add up to the text. The first token of an image has those of ``<image>``. A character with bytes from
+    several tokens counts for the last of them; a special token has none. Tokens are read as byte-level BPE, then as
+    SentencePiece, and compared with the decoded text. If neither matches, as with a tokenizer that cleans up spaces,
+    every prefix is decoded.
 
     Returns:
         None if decoding prefixes would take too long, above :data:`MAX_PREFIX_TOKENS` tokens.
     """
+    counts, done = list[int](), 0
+    for start, stop in (*((span.start, span.stop) for span in image_spans(ids)), (len(ids), len(ids))):
+        of_text = _characters_of_text(ids[done:start], tokenizer)
+        if of_text is None:
+            return None
+        image = [len(PLACEHOLDER), *[0] * (stop - start - 1)] if stop > start else []
+        counts += [*of_text, *image]
+        done = stop
+    return counts
+
+
+def _characters_of_text(ids: Sequence[int], tokenizer: PreTrainedTokenizerBase) -> list[int] | None:
     text = tokenizer.decode(list(ids), skip_special_tokens=True)
     tokens = tokenizer.convert_ids_to_tokens(list(ids))
     special = set(tokenizer.all_special_ids)

@@ -343,7 +343,7 @@ class _Samples:
     @functools.cached_property
     def responses(self) -> list[np.ndarray]:
         """Token ids of each response."""
-        return [ids.numpy() for ids in self._batch.unpadded("responses", torch.int32)]
+        return [ids.numpy() for ids in self._batch.unpadded("responses")]
 
 
 def with_scores(batch: BatchT, scores: Tensor, kept: Tensor) -> BatchT:

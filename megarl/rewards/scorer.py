@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Hashable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import TYPE_CHECKING, Any, TypeAlias
 
 from megarl.base.child_process import ChildEnvironment
@@ -57,15 +58,16 @@ class TaskBuilder:
         return decode_text(self.tokenizer, ids)
 
 
-def decode_text(tokenizer: PreTrainedTokenizerBase, ids: TokenIds) -> str:
-    """Decode token ids without special tokens; ``<image>`` stands for the tokens of an image."""
+def decode_text(tokenizer: PreTrainedTokenizerBase, ids: TokenIds, *, skip_special_tokens: bool = True) -> str:
+    """Decode token ids; ``<image>`` stands for the tokens of an image."""
     from megarl.base.image_tokens import PLACEHOLDER, image_spans  # numpy, which printing a configuration does not need
 
     numbers, parts, done = list(ids) if isinstance(ids, Sequence) else ids.tolist(), list[str](), 0
+    decode = partial(tokenizer.decode, skip_special_tokens=skip_special_tokens)
     for span in image_spans(numbers):
-        parts += [str(tokenizer.decode(numbers[done : span.start], skip_special_tokens=True)), PLACEHOLDER]
+        parts += [str(decode(numbers[done : span.start])), PLACEHOLDER]
         done = span.stop
-    return "".join([*parts, str(tokenizer.decode(numbers[done:], skip_special_tokens=True))])
+    return "".join([*parts, str(decode(numbers[done:]))])
 
 
 @dataclass(frozen=True)

@@ -26,7 +26,7 @@ from megarl.agents.types import (
     Trajectory,
     narrow_ids,
 )
-from megarl.base.image_tokens import Image
+from megarl.base.image_tokens import Image, image_spans
 from megarl.base.reductions import Metrics
 from megarl.base.seeds import derive_seed
 from megarl.config.schema.algorithm import SYNC
@@ -272,8 +272,7 @@ class Rollouts:
         """Return the fields :data:`STORED` of a training group, with the files of its images."""
         fields = {name: getattr(group, name) for name in STORED}
         if images := group.facts.get(IMAGES):
-            plain = tuple((image.data, image.rows, image.columns, image.key) for image in images)
-            fields["facts"] = {**group.facts, IMAGES: plain}
+            fields["facts"] = {**group.facts, IMAGES: tuple(image.fields for image in images)}
         return fields
 
     def restored_group(self, stored: Mapping[str, Any], turns: Mapping[int, Sequence[StoredTurn]]) -> ConversationGroup:
@@ -371,14 +370,28 @@ class Rollouts:
             with_routes=with_routes,
         )
         batch.meta_info[REWARD_COUNTS] = self.runners.take_reward_counts()
-        names = dict.fromkeys(name for group in groups for name in group.facts)
+        names = dict.fromkeys(name for group in groups for name in group.facts if name != IMAGES)
         columns = {name: [group.facts.get(name) for group in groups] for name in names}
         prompts = DataProto.from_dict({}, {**columns, "uid": [group.key for group in groups]})
         samples = len(trajectories) // len(groups)
-        counts = [len(group.facts.get(IMAGES) or ()) for group in groups for _ in range(samples)]
-        if any(counts):
-            batch = batch.with_columns({IMAGE_COUNTS: torch.tensor(counts)})
-        return batch.union(prompts.repeat(samples))
+        batch = batch.union(prompts.repeat(samples))
+        of_prompts = [group.facts.get(IMAGES) or () for group in groups for _ in range(samples)]
+        of_turns = [self._store_images(trajectory.images) if trajectory.images else () for trajectory in trajectories]
+        images = list(map(_row_images, trajectories, of_prompts, of_turns))
+        if not any(images):
+            return batch
+        return batch.with_columns({IMAGE_COUNTS: torch.tensor(list(map(len, images)))}, {IMAGES: images})
+
+
+def _row_images(trajectory: Trajectory, of_prompt: Sequence[Image], of_turns: Sequence[Image]) -> Sequence[Image]:
+    """Return the images of a row, in the order of its tokens."""
+    if not of_prompt and not of_turns:
+        return ()
+    images = {image.key: image for image in (*of_prompt, *of_turns)}
+    parts = (trajectory.prompt_ids, trajectory.response_ids)
+    row = tuple(images[span.key] for part in parts for span in image_spans(part))
+    same = [image.key for image in row] == [image.key for image in of_prompt]
+    return of_prompt if same else row  # the samples of a prompt share one object
 
 
 def _prompt_rows(prompts: DataProto) -> list[tuple[np.ndarray, dict[str, Any]]]:

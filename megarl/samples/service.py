@@ -13,6 +13,7 @@ from typing import Any
 from megarl.agents.trajectories import report_failures
 from megarl.agents.types import ConversationGroup, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import StepImpossible
+from megarl.base.image_tokens import Image
 from megarl.base.reductions import Metrics
 from megarl.base.signals import while_waiting
 from megarl.config.schema.algorithm import SYNC
@@ -396,11 +397,11 @@ class SampleService:
 
 
 def _stored_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    return {
-        name: list(value) if isinstance(value, range | tuple) else value for name, value in vars(trajectory).items()
-    }
+    fields = {n: list(value) if isinstance(value, range | tuple) else value for n, value in vars(trajectory).items()}
+    return fields | {"images": [image.fields for image in trajectory.images]}
 
 
 def _restored_trajectory(stored: Mapping[str, Any]) -> Trajectory:
-    outcome = stored.get("outcome")
-    return Trajectory(**{**stored, "outcome": None if outcome is None else Outcome(*outcome)})
+    outcome, images = stored.get("outcome"), stored.get("images", ())
+    score = None if outcome is None else Outcome(*outcome)
+    return Trajectory(**{**stored, "outcome": score, "images": [Image(*image) for image in images]})

@@ -87,7 +87,7 @@ class Scripted:
         self.calls = []
         self.at = {}
 
-    async def __call__(self, prompt_ids, params, *, seed, key):
+    async def __call__(self, prompt_ids, params, *, seed, key, images=()):
         turn = self.at[key] = self.at.get(key, -1) + 1
         self.calls.append((list(prompt_ids), params, seed, key))
         await asyncio.sleep(self.pause)
@@ -113,7 +113,7 @@ class EngineGenerate:
         self.engine, self.lock = engine, threading.Lock()
         self.waiting, self.number, self.poller = {}, 0, None
 
-    async def __call__(self, prompt_ids, params, *, seed, key):
+    async def __call__(self, prompt_ids, params, *, seed, key, images=()):
         self.number += 1
         name, future = f"{key}/{self.number}", asyncio.get_running_loop().create_future()
         self.waiting[name] = future

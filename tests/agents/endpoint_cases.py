@@ -1,5 +1,6 @@
 """Helpers of the endpoint tests: a listening endpoint, agents as functions, a plain client."""
 
+import importlib.util
 from contextlib import contextmanager
 
 import httpx
@@ -11,6 +12,7 @@ from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.external_agent import ExternalAgent
 from megarl.agents.tools import PARSERS
 
+HAS_OPENAI = importlib.util.find_spec("openai") is not None
 USER = [{"role": "user", "content": "hi"}]
 ADD = {"type": "function", "function": {"name": "add", "parameters": {"type": "object"}}}
 

@@ -49,8 +49,8 @@ def test_the_tool(page_files):
     answers = [
         asyncio.run(answer_call(ToolCall("calculate", {"expression": text}), tools, TALK)) for text in ("2/3", "2+")
     ]
-    assert answers[0].text == "0.667" and answers[0].metrics == {"calculations": 1.0}
-    assert answers[1].text.startswith("Error: not an expression") and answers[1].malformed
+    assert answers[0].content == "0.667" and answers[0].metrics == {"calculations": 1.0}
+    assert answers[1].content.startswith("Error: not an expression") and answers[1].malformed
 
 
 @pytest.mark.parametrize("agent", AGENTS)

@@ -2,7 +2,6 @@
 
 import asyncio
 import http.client
-import importlib.util
 import json
 import socket
 import stat
@@ -13,15 +12,13 @@ import httpx
 import psutil
 import pytest
 from agent_cases import Scripted, merging_tokenizer, tokenized
-from endpoint_cases import ADD, USER, Refused, client, complete, lead, listening, message_of, post
+from endpoint_cases import ADD, HAS_OPENAI, USER, Refused, client, complete, lead, listening, message_of, post
 from support.expected_errors import raises
 
 from megarl.agents.endpoint import EndpointAddress
 from megarl.agents.endpoint.server import LARGEST_BODY, TOKEN_VARIABLE, make_token
 from megarl.base.logs import LogFormatter
 from megarl.rollout import RolloutError
-
-HAS_OPENAI = importlib.util.find_spec("openai") is not None
 
 
 @pytest.fixture(scope="module")
@@ -104,7 +101,7 @@ def test_models_and_unknown_paths(endpoint):
         ({"messages": None}, "'messages' is a required property", None),
         ({"messages": [{"role": "god", "content": "x"}]}, "'god' is not one of", "messages.0.role"),
         ({"messages": [*USER, {"role": "assistant", "content": "x"}]}, "last message", "messages"),
-        ({"messages": [{"role": "user", "content": [{"type": "image_url"}]}]}, "must be texts", "messages.0"),
+        ({"messages": [{"role": "user", "content": [{"type": "input_audio"}]}]}, "must be texts", "messages.0"),
         ({"messages": [{"role": "user", "content": "\ud800"}]}, "not valid JSON", None),
         ({"top_logprobs": 3, "logprobs": True}, "only the log-prob of the chosen token", "top_logprobs"),
         ({"tool_choice": "required", "tools": [ADD]}, "calls cannot be forced", "tool_choice"),

@@ -8,11 +8,9 @@ import numpy as np
 import pytest
 import torch
 from make_squares import task_tokenizer
-from support.expected_errors import raises
 from support.squares_task import make_squares_task
 from support.task_configs import arithmetic, train_config  # noqa: F401
 
-from megarl.agents.external_agent import ExternalAgent
 from megarl.agents.loop import SingleTurnLoop, Transcript, encode_messages
 from megarl.agents.runner import AgentRunner
 from megarl.agents.tool_agent import ToolLoop
@@ -22,6 +20,7 @@ from megarl.agents.types import Conversation, ConversationGroup, SampleId, Traje
 from megarl.base.image_tokens import Image
 from megarl.data.shared_prompts import prompt_digests
 from megarl.rewards.scorer import decode_text
+from megarl.rollout.image_reader import image_reader
 from megarl.rollout.interface import Completion, SamplingParams
 from megarl.samples.rollouts import Rollouts
 from megarl.trainer.phases.data_loading import prompt_loader
@@ -76,11 +75,10 @@ def prompts(squares_config, vision_tokenizer):
 
 
 @pytest.fixture
-def conversation(prompts, vision_tokenizer):
+def conversation(squares_config, prompts):
     row = {name: column[0] for name, column in prompts.non_tensor_batch.items()}
-    token = vision_tokenizer.convert_tokens_to_ids("<|image_pad|>")
-    ids = prompts.unpadded("prompts")[0].tolist()
-    return Conversation(row["raw_prompt"], PARAMS, ids, facts=row, image_token=token)
+    ids, reader = prompts.unpadded("prompts")[0].tolist(), image_reader(squares_config)
+    return Conversation(row["raw_prompt"], PARAMS, ids, facts=row, image_reader=reader, images=list(row["images"]))
 
 
 def test_requests_of_a_run_have_the_images(squares_config, prompts, vision_tokenizer):
@@ -158,17 +156,6 @@ def test_later_turns_keep_the_images_of_the_prompt(conversation):
     asyncio.run(lead())
     first = list(conversation.prompt_ids)
     assert prompts == [first, [*first, 7, 8, 9]] and min(first) < 0
-
-
-def test_the_chat_endpoint_takes_no_images(conversation):
-    class Endpoint:
-        def session(self, conversation, generate):
-            raise AssertionError("no session is opened")
-
-    loop = ExternalAgent(lambda task: None)
-    loop.endpoint = Endpoint()
-    with raises("agent.endpoint-images"):
-        asyncio.run(loop.run(conversation, None))
 
 
 def test_tokens_of_images_travel_between_processes(conversation):

@@ -256,10 +256,10 @@ class IdleReplica:
         return []
 
 
-def test_samples_of_a_group_share_no_objects_that_an_agent_may_change(tokenizer):
+def test_samples_of_a_group_share_no_objects_that_an_agent_may_change(tokenizer, make_folder):
     settings = {
         "data": {"train_files": "a.parquet", "max_response_length": 600},
-        "actor_rollout_ref": {"model": {"path": "model"}},
+        "actor_rollout_ref": {"model": {"path": str(make_folder())}},
         "trainer": {"device": "cpu", "n_gpus_per_node": 1, "experiment_name": "agents"},
     }
     runner = AgentRunner(build(TrainConfig, settings), tokenizer)

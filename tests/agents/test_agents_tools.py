@@ -119,7 +119,7 @@ def test_llama_parser():
 )
 def test_malformed_call_gets_an_error_message(call, message):
     answer = asyncio.run(answer_call(call, {"add": ToolEntry(Add())}, TALK))
-    assert message in answer.text and answer.malformed == (message != "3")
+    assert message in answer.content and answer.malformed == (message != "3")
 
 
 def test_failed_tool_is_retried_and_then_fails_the_conversation():
@@ -127,7 +127,7 @@ def test_failed_tool_is_retried_and_then_fails_the_conversation():
 
     def answered(retries, **config):
         tool = Flaky(config=config)
-        return asyncio.run(answer_call(call, {"add": ToolEntry(tool, 0.02, retries)}, TALK)).text
+        return asyncio.run(answer_call(call, {"add": ToolEntry(tool, 0.02, retries)}, TALK)).content
 
     assert answered(2, failures=2) == "3" and answered(1, failures=1, hangs=True) == "3"
     with raises("tool.call-failed", "tool add", "2 times", "OSError: no connection"):
@@ -140,11 +140,11 @@ class ReturnsPicture(Tool):
     schema: ClassVar = {"function": {"name": "zoom"}}
 
     async def call(self, arguments, conversation):
-        return [{"type": "image", "image": b"png"}]
+        return b"png"
 
 
-def test_a_tool_returns_a_text():
-    with raises("tool.result-type", "tool zoom", "list"):
+def test_a_tool_returns_a_text_or_parts():
+    with raises("tool.result-type", "tool zoom", "bytes"):
         asyncio.run(answer_call(ToolCall("zoom", {}), {"zoom": ToolEntry(ReturnsPicture())}, TALK))
 
 
@@ -278,7 +278,7 @@ def test_tool_file(tmp_path):
     (tool,) = load_tools(str(file)).values()
     assert (tool.tool.name, tool.timeout_s, tool.retries) == ("add", 2, 0)
     answer = asyncio.run(answer_call(ToolCall("add", {"a": 1, "b": 2}), {"add": tool}, TALK))
-    assert answer.text == "7"
+    assert answer.content == "7"
     for change, code, value in (
         ({"tool_schema": None}, "tool.bad-schema", "tool_schema=None"),
         ({"tool_schema": {"function": {"name": "a", "parameters": {"type": 3}}}}, "tool.bad-schema", "parameters"),

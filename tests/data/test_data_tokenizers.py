@@ -153,7 +153,7 @@ def test_a_request_adds_no_control_token(chat_tokenizer, texts):
             ],
             "tools": [{"type": "function", "function": function}],
         }
-        return asyncio.run(chat.prompt_ids(parse_request(json.dumps(request).encode())))
+        return asyncio.run(chat.encoded_prompt(parse_request(json.dumps(request).encode()))).ids
 
     assert controls(chat_tokenizer, ids_of(*texts), SPECIAL) == controls(chat_tokenizer, ids_of(*"ndpac"), SPECIAL)
 
@@ -166,7 +166,7 @@ def test_deep_tools_are_encoded_or_refused(chat_tokenizer, depth):
     tools = [{"type": "function", "function": {"name": "f", "parameters": parameters}}]
     request = ChatRequest([{"role": "user", "content": "?"}], tools)
     try:
-        assert asyncio.run(ChatFormat(chat_tokenizer, PARSERS["hermes"]).prompt_ids(request))
+        assert asyncio.run(ChatFormat(chat_tokenizer, PARSERS["hermes"]).encoded_prompt(request)).ids
     except ApiError as error:
         assert error.status == 400 and depth > 100
 

@@ -1,4 +1,9 @@
-"""An agent loop for end-to-end runs: a turn, a search result, and a second turn."""
+"""Agent loops for end-to-end runs: a search result, or images, between turns."""
+
+import io
+from dataclasses import replace
+
+from PIL import Image
 
 from megarl.agents import AgentLoop, Transcript
 from megarl.agents.retrieval_client import RetrievalClient, RetrievalOptions
@@ -25,3 +30,28 @@ class SearchOnce(AgentLoop):
             return transcript.end("length")
         turn = await transcript.generate(generate)
         return transcript.end(turn.finish_reason, {"turns": 1.0})
+
+
+class Crops(AgentLoop):
+    """Shows two crops of the prompt's picture, by the last tokens of the turns before them."""
+
+    def __init__(self, tokenizer):
+        self.tokenizer = tokenizer
+
+    @classmethod
+    def create(cls, config, tokenizer, **options):
+        return cls(tokenizer)
+
+    async def run(self, conversation, generate):
+        transcript, params = Transcript(conversation), replace(conversation.params, max_new_tokens=3)
+        for _ in range(2):
+            turn = await transcript.generate(generate, params)
+            picture = Image.open(io.BytesIO(conversation.images[0].data))
+            left, top = (4 * (turn.token_ids[-1] // divisor % 4) for divisor in (1, 4))
+            crop = picture.crop((left, top, left + 40, top + 40)).resize((56, 56))
+            if not await transcript.observe_messages(
+                self.tokenizer, [{"role": "tool", "content": [{"type": "image", "image": crop}]}]
+            ):
+                return transcript.end("length")
+        turn = await transcript.generate(generate, params)
+        return transcript.end(turn.finish_reason)

@@ -92,7 +92,7 @@ def test_tool():
     conversation = Conversation([{"role": "user", "content": "?"}], SamplingParams(max_new_tokens=8), [1], key="k")
 
     def calculate(expression):
-        return asyncio.run(answer_call(ToolCall("calculate", {"expression": expression}), tools, conversation)).text
+        return asyncio.run(answer_call(ToolCall("calculate", {"expression": expression}), tools, conversation)).content
 
     assert calculate("2 * (3 + 4) / 4") == "3.5" and calculate("-1/3") == "-0.333333"
     for wrong in ("1/0", "2+", "__import__('os').getcwd()", "'a' * 3"):

@@ -6,13 +6,13 @@ from pathlib import Path
 
 import pytest
 import torch
-from engine_cases import Setup, assemble, engine, policy_loss
+from engine_cases import Setup, engine, policy_loss
 from support.distributed import Place
 from support.release import of_release
 from support.vision_families import tensors_of
 from tiny_models import Row
 from torch import Tensor
-from vision_cases import LAYOUTS, Folder, check_gradients, study
+from vision_cases import LAYOUTS, Folder, check_study
 
 from megarl.base.image_tokens import Image
 from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch
@@ -40,25 +40,14 @@ def studies(tmp_path_factory):
 
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_gradients_equal_transformers(pool, studies, family, case):
-    check(pool, *studies[family], LAYOUTS[case.removesuffix("+")], case.endswith("+"))
+    setup = LAYOUTS[case.removesuffix("+")]._replace(trained_tower=True)
+    check_study(pool, *studies[family], setup, share=case.endswith("+"))
 
 
 @pytest.mark.parametrize("layout", ["single", "tp2sp"])
 def test_recomputed_layers_add_to_the_gradient_of_the_tower_once(pool, studies, layout):
-    check(pool, *studies["qwen3_vl"], LAYOUTS[layout]._replace(recompute=FULL), False)
-
-
-def check(pool, folder: Folder, reference, setup: Setup, share: bool) -> None:
-    outputs, grads = reference
-    setup = setup._replace(optimizer=OptimizerOptions(use_distributed_optimizer=False), trained_tower=True)
-    sizes = setup.layout
-    results = pool.run(study, sizes.world_size, folder.path, setup, folder.rows, folder.images, share)
-    for rank, (mine, _) in enumerate(results):
-        where = sizes.coordinate(rank)
-        expected = outputs[where.dp :: sizes.dp] if where.pp == sizes.pp - 1 else []
-        for ours, theirs in zip(mine, expected, strict=True):
-            assert (ours[0] - theirs[0]).abs().max() < 1e-5
-    check_gradients(assemble(folder.path, setup, [local for _, local in results]), grads)
+    setup = LAYOUTS[layout]._replace(recompute=FULL, trained_tower=True)
+    check_study(pool, *studies["qwen3_vl"], setup, share=False)
 
 
 def steps(place: Place, path: Path, setup: Setup, rows: list[list[Row]], images: list[Image]) -> dict[str, Tensor]:

@@ -6,15 +6,14 @@ from dataclasses import replace
 
 import pytest
 import torch
-from engine_cases import Setup, assemble, forward, refusal
+from engine_cases import Setup, forward, refusal
 from support.expected_errors import raises
 from support.release import of_release
 from support.vision_families import FAMILIES
 from tiny_models import save_model
-from vision_cases import LAYOUTS, Folder, check_gradients, study
+from vision_cases import LAYOUTS, Folder, check_study
 
 from megarl.base.errors import DataError
-from megarl.megatron import OptimizerOptions
 from megarl.models import ParallelLayout, read_model_config
 from megarl.models.vision_tower import ImageFeatures
 
@@ -50,21 +49,7 @@ def folder(studies):
 
 @pytest.mark.parametrize(("family", "case"), CASES)
 def test_rows_with_images_equal_transformers(pool, studies, family, case):
-    folder, (outputs, grads) = studies[family]
-    layout, share = case.removesuffix("+"), case.endswith("+")
-    setup = LAYOUTS[layout]._replace(optimizer=OptimizerOptions(use_distributed_optimizer=False))
-    sizes = setup.layout
-    results = pool.run(study, sizes.world_size, folder.path, setup, folder.rows, folder.images, share)
-    for rank, (mine, _) in enumerate(results):
-        where = sizes.coordinate(rank)
-        expected = outputs[where.dp :: sizes.dp] if where.pp == sizes.pp - 1 else []
-        assert len(mine) == len(expected)
-        for ours, theirs in zip(mine, expected, strict=True):
-            for values, reference_values in zip(ours, theirs, strict=True):
-                assert (values - reference_values).abs().max() < 1e-5
-    whole = assemble(folder.path, setup, [local for _, local in results])
-    decoder = {name: grad for name, grad in grads.items() if not name.startswith("visual.")}
-    check_gradients(whole, decoder)
+    check_study(pool, *studies[family], LAYOUTS[case.removesuffix("+")], share=case.endswith("+"))
 
 
 def test_pictures_change_log_probs(studies):

@@ -6,9 +6,9 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from engine_cases import Setup, engine, policy_loss
+from engine_cases import Setup, assemble, engine, policy_loss
 from family_cases import in_checkpoint_names
-from support.distributed import Place
+from support.distributed import Place, ProcessPool
 from support.vision_families import save_family
 from support.vision_models import END, IMAGE, START, png
 from tiny_models import TEMPERATURE, Row
@@ -16,7 +16,7 @@ from torch import Tensor
 
 from megarl.base.image_files import ImageProcessor
 from megarl.base.image_tokens import Image, image_spans, multimodal_positions, with_placeholders
-from megarl.megatron import OutputOptions, PackedMicroBatch
+from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch
 from megarl.models import ParallelLayout
 from megarl.models.hf_folder import plain_name
 
@@ -32,6 +32,10 @@ LAYOUTS = {
     "dp2": Setup(ParallelLayout(dp=2)),
     "ep2": Setup(ParallelLayout(dp=2, ep=2)),
 }
+
+
+Reference = tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]
+"""Log-probs and entropies of each row, and gradients by checkpoint name."""
 
 
 class Folder:
@@ -53,7 +57,7 @@ class Folder:
             row([first, 3, twin], [4, 4, 4, 4, 4], 5),
         ]
 
-    def reference(self) -> tuple[list[tuple[Tensor, Tensor]], dict[str, Tensor]]:
+    def reference(self) -> Reference:
         """Log-probs and entropies of each row, and all gradients by checkpoint name."""
         outputs, loss = [], torch.zeros(())
         for row in self.rows:
@@ -80,7 +84,7 @@ class Folder:
             assert (positions[:, 0].numpy() == multimodal_positions(ids.numpy())).all()
         logits = self.model(input_ids=tokens, **inputs).logits[0] / TEMPERATURE
         log_probs = logits[len(row.prompt) - 1 : -1].log_softmax(-1)
-        return log_probs.gather(1, row.response[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
+        return log_probs.gather(1, row.response.clamp(min=0)[:, None])[:, 0], -(log_probs.exp() * log_probs).sum(-1)
 
 
 def row(prompt: list[int | Image], response: list[int], seed: int) -> Row:
@@ -115,9 +119,22 @@ def study(
         return outputs, {name: param.main_grad.clone() for name, param in built.weights.parameters().items()}
 
 
-def check_gradients(ours: dict[str, Tensor], theirs: dict[str, Tensor]) -> None:
-    """Compare gradients of all parameters."""
-    assert ours.keys() == theirs.keys()
-    scale = max(grad.abs().max().item() for grad in theirs.values())
-    for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-4, atol=1e-5 * scale)
+def check_study(pool: ProcessPool, folder: Folder, reference: Reference, setup: Setup, *, share: bool) -> None:
+    """Compare outputs within 1e-5, and gradients, with transformers'; those of the tower if it is trained."""
+    outputs, grads = reference
+    setup = setup._replace(optimizer=OptimizerOptions(use_distributed_optimizer=False))
+    sizes = setup.layout
+    results = pool.run(study, sizes.world_size, folder.path, setup, folder.rows, folder.images, share)
+    for rank, (mine, _) in enumerate(results):
+        where = sizes.coordinate(rank)
+        expected = outputs[where.dp :: sizes.dp] if where.pp == sizes.pp - 1 else []
+        assert len(mine) == len(expected)
+        for ours, theirs in zip(mine, expected, strict=True):
+            for values, reference_values in zip(ours, theirs, strict=True):
+                assert (values - reference_values).abs().max() < 1e-5
+    whole = assemble(folder.path, setup, [local for _, local in results])
+    grads = {name: grad for name, grad in grads.items() if setup.trained_tower or not name.startswith("visual.")}
+    assert whole.keys() == grads.keys()
+    scale = max(grad.abs().max().item() for grad in grads.values())
+    for name, expected in grads.items():
+        torch.testing.assert_close(whole[name], expected, rtol=1e-4, atol=1e-5 * scale)

@@ -125,6 +125,19 @@ def test_a_prompt_may_end_with_the_tokens_of_an_image(vision, engine):
     check(vision, engine, [replace(whole, prompt_ids=whole.prompt_ids[:-1])])
 
 
+def test_later_turns_may_show_images(vision, engine):
+    prompts = [("image", [[1, 2, 3], vision.a, [4, 5]]), ("text", [[7, 8]]), ("both", [[9], vision.b, [3]])]
+    first = check(vision, engine, [request(name, *parts) for name, parts in prompts])
+    shown = {"image": [vision.odd], "text": [vision.c], "both": [vision.b, [6], vision.tall]}
+    turns = [
+        request(f"{name} 2", *parts, completion.token_ids, *shown[name], [11])
+        for (name, parts), completion in zip(prompts, first, strict=True)
+    ]
+    second = check(vision, engine, turns)
+    third = request("third", *prompts[0][1], first[0].token_ids, vision.odd, [11], second[0].token_ids, vision.a, [4])
+    check(vision, engine, [third])
+
+
 def test_equal_texts_with_different_pictures_differ(vision, engine):
     first, second = check(vision, engine, [request(name, [1], getattr(vision, name), [2]) for name in ("a", "c")])
     assert abs(first.log_probs[0] - second.log_probs[0]) > 1e-3

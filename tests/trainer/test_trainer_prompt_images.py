@@ -16,10 +16,11 @@ from megarl.config.schema.distillation import TeacherConfig, TeacherServerConfig
 from megarl.data import DataProto
 from megarl.data.columns import attention_mask_of, pad_left
 from megarl.data.tokenizers import load_tokenizer
+from megarl.rollout.image_reader import image_reader
 from megarl.trainer.jobs.early_checks import check_rows
 from megarl.trainer.jobs.generate import answer_rows, write_answers
 from megarl.trainer.phases.data_loading import prompt_loader, validation_loader
-from megarl.trainer.phases.prompt_images import image_reader, unread_columns
+from megarl.trainer.phases.prompt_images import unread_columns
 
 
 @pytest.fixture(scope="module")

@@ -6,19 +6,23 @@ then a JSON body or server-sent events.
 
 from __future__ import annotations
 
+import asyncio
 import json
 import time
 import uuid
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from hashlib import sha256
-from typing import TYPE_CHECKING, Any, Literal
+from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 
 from megarl.agents.endpoint.request import CONTEXT_LENGTH, MODEL, ApiError, ChatRequest
 from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.frames import encode_prompt, turn_frame
 from megarl.agents.tools.calling import Parser, ToolCall
 from megarl.agents.types import AgentError, Message
+from megarl.base.errors import DataError
+from megarl.base.image_tokens import Image, with_placeholders
+from megarl.data.images import ImageReader, read_parts
 from megarl.data.tokenizers import control_tokens, fewest_tokens
 from megarl.rollout.interface import Completion
 
@@ -83,12 +87,20 @@ class ChatCompletion:
         return min(turn.completion.weight_version for turn in self.turns)
 
 
+class EncodedMessages(NamedTuple):
+    """Token ids of messages, and their images."""
+
+    ids: list[int]
+    images: Sequence[Image]
+
+
 class ChatFormat:
     """Chat template and tool-call parser of the policy.
 
     Args:
         max_tokens: longest context with its response; None = no limit. A request that is longer for certain, by its
             bytes, is refused before it is tokenized.
+        reader: reads the images of messages; None = the policy reads text alone.
     """
 
     def __init__(
@@ -98,8 +110,10 @@ class ChatFormat:
         template_kwargs: Mapping[str, Any] | None = None,
         stop_strings: bool = True,
         max_tokens: int | None = None,
+        reader: ImageReader | None = None,
     ) -> None:
         self.tokenizer = tokenizer
+        self._reader = reader
         self._control = control_tokens(tokenizer)
         self._max_tokens = max_tokens
         self._parse = parse
@@ -115,45 +129,71 @@ class ChatFormat:
         if request.stop and not self._stop_strings:
             raise ApiError(400, "stop: the rollout engine runs without a tokenizer and knows no texts", param="stop")
 
-    async def prompt_ids(self, request: ChatRequest) -> list[int]:
+    @property
+    def image_token(self) -> int | None:
+        """The policy's image token; None if it reads text alone."""
+        return None if self._reader is None else self._reader.token
+
+    async def encoded_prompt(self, request: ChatRequest) -> EncodedMessages:
         """Encode a whole conversation with the generation prompt.
 
         Raises:
-            ApiError: the chat template refuses the messages, or they are too long.
+            ApiError: the chat template refuses the messages, they are too long, or an image cannot be read.
         """
+        messages, images = await self._read(request.messages, 0)
 
         def encode() -> list[int]:
-            messages, tools = self._control.hide_messages(request.messages), self._control.hide_all(request.tools)
-            return encode_prompt(self.tokenizer, messages, tools, self._template_kwargs)
+            hidden, tools = self._control.hide_messages(messages), self._control.hide_all(request.tools)
+            return encode_prompt(self.tokenizer, hidden, tools, self._template_kwargs, images, self.image_token)
 
-        ids = await self._encode([request.messages, json.dumps(request.tools, ensure_ascii=False)], encode)
+        ids = await self._encode([messages, json.dumps(request.tools, ensure_ascii=False)], images, encode)
         if not ids:
             raise ApiError(400, "messages: the chat template makes no token of them", param="messages")
-        return ids
+        return EncodedMessages(ids, images)
 
-    async def frame_ids(self, messages: Sequence[Message], last: Completion) -> list[int]:
+    async def encoded_frame(self, request: ChatRequest, first: int, last: Completion) -> EncodedMessages:
         """Encode the messages between a generated turn and the next one.
 
+        Args:
+            first: number of the first of them in the request.
+
         Raises:
-            ApiError: the chat template refuses the messages, or they are too long.
+            ApiError: the chat template refuses the messages, they are too long, or an image cannot be read.
         """
         last_token = last.token_ids[-1] if last.token_ids else None
+        messages, images = await self._read(request.messages[first:], first)
 
         def encode() -> list[int]:
-            return turn_frame(self.tokenizer, messages, last_token, self._template_kwargs)
+            return turn_frame(self.tokenizer, messages, last_token, self._template_kwargs, images, self.image_token)
 
-        return await self._encode(messages, encode)
+        return EncodedMessages(await self._encode(messages, images, encode), images)
 
-    async def _encode(self, texts: Sequence[Any], encode: Callable[[], list[int]]) -> list[int]:
+    async def _read(self, messages: Sequence[Message], first: int) -> tuple[Sequence[Message], list[Image]]:
+        """Read the images of messages in a thread, unless there are too many."""
+        contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
+        files = sum(part["type"] == "image" for content in contents for part in content)
+        if not files:
+            return messages, []
+        self._check_length(files)
+        try:
+            return await asyncio.to_thread(read_parts, messages, self._reader, "messages", first)
+        except DataError as error:
+            raise ApiError(400, error.text, code=error.code, param="messages") from error
+
+    async def _encode(
+        self, texts: Sequence[Any], images: Sequence[Image], encode: Callable[[], list[int]]
+    ) -> list[int]:
         """Encode texts in the tokenizer's thread, unless their bytes prove that they are too long."""
-        fewest = fewest_tokens(self.tokenizer, texts)
+        self._check_length(fewest_tokens(self.tokenizer, texts) + sum(image.rows * image.columns for image in images))
+        try:
+            return await in_tokenizer_thread(encode)
+        except (AgentError, DataError, TypeError, ValueError, RecursionError) as error:
+            raise ApiError(400, f"messages: {error}", param="messages") from error
+
+    def _check_length(self, fewest: int) -> None:
         if self._max_tokens is not None and fewest > self._max_tokens:
             text = f"the new messages have at least {fewest} tokens; the context has {self._max_tokens}"
             raise ApiError(400, text, code=CONTEXT_LENGTH, param="messages")
-        try:
-            return await in_tokenizer_thread(encode)
-        except (AgentError, TypeError, ValueError, RecursionError) as error:
-            raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def turn(self, completion: Completion, request: ChatRequest) -> AssistantTurn:
         """Decode a completion into text and tool calls."""
@@ -181,9 +221,12 @@ def initial_digest(tools: Sequence[Mapping[str, Any]]) -> HistoryDigest:
 def next_digest(history: HistoryDigest, message: Message) -> HistoryDigest:
     """Return the digest of a history and the message after it.
 
-    Frameworks strip the assistant's text and change the ids of calls; both leave the digest unchanged.
+    Frameworks strip the assistant's text and change the ids of calls; both leave the digest unchanged. Images count by
+    the digests of their files.
     """
     content = message["content"]
+    if not isinstance(content, str):
+        content = [part.get("text", part.get("key")) for part in content]
     if message["role"] == "assistant":
         content = content.strip()
     functions = [call["function"] for call in message.get("tool_calls", ())]
@@ -193,11 +236,17 @@ def next_digest(history: HistoryDigest, message: Message) -> HistoryDigest:
 
 
 def completion_body(
-    completion: ChatCompletion, request: ChatRequest, tokenizer: PreTrainedTokenizerBase
+    completion: ChatCompletion,
+    request: ChatRequest,
+    tokenizer: PreTrainedTokenizerBase,
+    image_token: int | None = None,
 ) -> dict[str, Any]:
     """Build the ``chat.completion`` body, with the additional field ``weight_version``.
 
     With ``return_token_ids`` the body has ``prompt_token_ids``, and each choice has ``token_ids``.
+
+    Args:
+        image_token: stands for each token of an image in ``prompt_token_ids``.
     """
     body: dict[str, Any] = {
         "id": f"chatcmpl-{uuid.uuid4().hex}",
@@ -225,7 +274,8 @@ def completion_body(
         "total_tokens": prompt + generated,
     }
     if request.return_token_ids:
-        body["prompt_token_ids"] = list(completion.prompt_ids)
+        ids = completion.prompt_ids
+        body["prompt_token_ids"] = list(ids) if image_token is None else with_placeholders(ids, image_token)
     return body
 
 

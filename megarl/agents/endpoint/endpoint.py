@@ -24,12 +24,13 @@ from megarl.agents.endpoint.server import ChatServer, make_token, write_access_f
 from megarl.agents.endpoint.session import Session
 from megarl.agents.event_loop import EventLoopThread
 from megarl.agents.tools.calling import PARSERS
-from megarl.agents.types import Conversation, Generate, SessionAccess
+from megarl.agents.types import Conversation, Generate, GenerateWithImages, SessionAccess
 from megarl.base.errors import ConfigError
 from megarl.base.ports import bypass_proxies
 from megarl.base.redaction import remember_secret
 from megarl.config.schema.rollout import EndpointConfig, MultiTurnConfig, TrainingRolloutConfig
 from megarl.models import read_model_config
+from megarl.rollout.image_reader import image_reader
 from megarl.rollout.interface import SamplingParams
 
 if TYPE_CHECKING:
@@ -123,7 +124,7 @@ class Endpoint:
         """Return a log line with the base URL and the path of the access file."""
         return f"chat endpoint: {self.base_url}, access by {self._address.access_file or 'the token'}"
 
-    def serving(self, generate: Generate) -> AbstractAsyncContextManager[None]:
+    def serving(self, generate: GenerateWithImages) -> AbstractAsyncContextManager[None]:
         """Serve external requests within the block."""
         return self._external.serving(generate)
 
@@ -208,6 +209,7 @@ def build_endpoint(
         data.apply_chat_template_kwargs,
         stop_strings=_supports_stop_strings(rollout, policy.model.path),
         max_tokens=tokens,
+        reader=image_reader(config),
     )
     keys = rollout if isinstance(rollout, TrainingRolloutConfig) else rollout.val_kwargs
     sampling = SamplingParams.of(keys, data.max_response_length)

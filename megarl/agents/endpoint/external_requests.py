@@ -8,13 +8,13 @@ from __future__ import annotations
 import asyncio
 import secrets
 import time
-from collections.abc import AsyncIterator, Sequence
+from collections.abc import AsyncIterator
 from contextlib import asynccontextmanager
 from dataclasses import dataclass, replace
 
-from megarl.agents.endpoint.chat_format import AssistantTurn, ChatCompletion, ChatFormat
+from megarl.agents.endpoint.chat_format import AssistantTurn, ChatCompletion, ChatFormat, EncodedMessages
 from megarl.agents.endpoint.request import CONTEXT_LENGTH, ApiError, ChatRequest
-from megarl.agents.types import Generate
+from megarl.agents.types import GenerateWithImages
 from megarl.base.errors import MegarlError
 from megarl.base.reductions import Total
 from megarl.rollout.interface import RequestRefused, SamplingParams
@@ -52,7 +52,7 @@ class ExternalRequests:
 
     def __init__(self, chat: ChatFormat, limits: ExternalRequestLimits) -> None:
         self._chat, self._limits = chat, limits
-        self._generate: Generate | None = None
+        self._generate: GenerateWithImages | None = None
         self._open = asyncio.Event()
         self._closed = False
         self._active: set[asyncio.Task[ChatCompletion]] = set()
@@ -60,7 +60,7 @@ class ExternalRequests:
         self._counts = _Counts()
 
     @asynccontextmanager
-    async def serving(self, generate: Generate) -> AsyncIterator[None]:
+    async def serving(self, generate: GenerateWithImages) -> AsyncIterator[None]:
         """Serve requests within the block; unfinished ones restart in the next block."""
         self._generate = generate
         self._open.set()
@@ -106,12 +106,12 @@ class ExternalRequests:
             ApiError: the request is invalid, or the run did not generate in time.
         """
         self._chat.check(request)
-        prompt_ids = await self._chat.prompt_ids(request)
-        params = self._sampling(request, len(prompt_ids))
+        prompt = await self._chat.encoded_prompt(request)
+        params = self._sampling(request, len(prompt.ids))
         waited_s = 0.0
         while True:
             waited_s += await self._wait_for_generation(self._limits.wait_s - waited_s)
-            task = asyncio.ensure_future(self._generate_choices(request, prompt_ids, params))
+            task = asyncio.ensure_future(self._generate_choices(request, prompt, params))
             self._active.add(task)
             try:
                 completion = await task
@@ -155,7 +155,7 @@ class ExternalRequests:
         return replace(defaults, max_new_tokens=request.max_tokens or room, stop=request.stop, **overrides)
 
     async def _generate_choices(
-        self, request: ChatRequest, prompt_ids: Sequence[int], params: SamplingParams
+        self, request: ChatRequest, prompt: EncodedMessages, params: SamplingParams
     ) -> ChatCompletion:
         assert self._generate is not None
         generate = self._generate
@@ -163,13 +163,13 @@ class ExternalRequests:
         key = f"external {secrets.token_hex(8)}"
 
         async def turn(choice: int) -> AssistantTurn:
-            completion = await generate(prompt_ids, params, seed=(seed + choice) % 2**63, key=key)
+            completion = await generate(prompt.ids, params, seed=(seed + choice) % 2**63, key=key, images=prompt.images)
             if completion.finish_reason == "abort":
                 raise ApiError(500, "the rollout engine aborted the response")
             return self._chat.turn(completion, request)
 
         try:
-            return ChatCompletion(prompt_ids, await asyncio.gather(*map(turn, range(request.n))))
+            return ChatCompletion(prompt.ids, await asyncio.gather(*map(turn, range(request.n))))
         except RequestRefused as error:
             raise ApiError(400, f"the rollout engine refuses the request: {error}") from error
         except MegarlError as error:

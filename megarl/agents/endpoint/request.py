@@ -17,7 +17,10 @@ from typing import Any
 import jsonschema
 
 from megarl.agents.types import Message
+from megarl.base.errors import DataError
+from megarl.base.image_tokens import image_key
 from megarl.base.json_text import parse_json
+from megarl.data.images import part_file
 from megarl.rollout.interface import MAX_INT32
 
 MODEL = "policy"
@@ -28,6 +31,8 @@ CONTEXT_LENGTH = "context_length_exceeded"
 _MOST_ENTRIES = {"messages": 10_000, "tools": 1_000, "stop": 16}
 LOWEST_TEMPERATURE = 0.01
 """Division by a lower temperature overflows, and sampling would be greedy in all but name."""
+_SHOW_IMAGES = ("user", "tool")
+"""Roles whose messages may have images."""
 MAX_SEED = 2**63 - 1
 MAX_STOP_LENGTH = 256
 """Characters of a stop string: with stop strings, each step decodes a tail of that many tokens and more."""
@@ -151,7 +156,8 @@ class ChatRequest:
 
     Attributes:
         messages: messages of the conversation, contents as strings and call arguments as values; the last message is
-            not the assistant's.
+            not the assistant's. A content with images is a list of parts, ``{"type": "text", "text": ...}`` and
+            ``{"type": "image", "image": file, "key": digest}``.
         tools: schemas declared in the prompt.
         reads_calls: parse tool calls in the response.
         stop: strings that end the response and are excluded from it.
@@ -251,9 +257,9 @@ def _refuse_constant(name: str) -> Any:
 
 
 def _message(message: Mapping[str, Any], path: str) -> Message:
-    """Join the content to one string and drop fields that templates do not read, such as ``refusal``."""
+    """Join the texts of the content and drop fields that templates do not read, such as ``refusal``."""
     role = "system" if message["role"] == "developer" else message["role"]
-    normalized: dict[str, Any] = {"role": role, "content": _text(message.get("content"), path)}
+    normalized: dict[str, Any] = {"role": role, "content": _content(message.get("content"), role, path)}
     if role == "assistant" and message.get("tool_calls"):
         normalized["tool_calls"] = [
             {
@@ -269,13 +275,22 @@ def _message(message: Mapping[str, Any], path: str) -> Message:
     return normalized | {name: message[name] for name in ("name", "tool_call_id") if message.get(name) is not None}
 
 
-def _text(content: Any, path: str) -> str:
+def _content(content: Any, role: str, path: str) -> str | list[dict[str, Any]]:
     if content is None or isinstance(content, str):
         return content or ""
-    for part in content:
-        if part["type"] != "text" or not isinstance(part.get("text"), str):
-            raise ApiError(400, f"{path}.content: parts must be texts, got {part['type']!r:.40}", param=path)
-    return "".join(part["text"] for part in content)
+    parts, kinds = list[dict[str, Any]](), ("text", "image_url") if role in _SHOW_IMAGES else ("text",)
+    for number, part in enumerate(content):
+        where = f"{path}.content.{number}"
+        if part["type"] not in kinds:
+            text = f"{where}: parts must be texts, or images (image_url) of a user or a tool, got {part['type']!r:.40}"
+            raise ApiError(400, text, param=path)
+        try:
+            file = part_file(part, where)
+        except DataError as error:
+            raise ApiError(400, error.text, code=error.code, param=path) from error
+        image = {"type": "image", "image": file, "key": image_key(file)} if file is not None else None
+        parts.append(image or {"type": "text", "text": part["text"]})
+    return parts if any(part["type"] == "image" for part in parts) else "".join(part["text"] for part in parts)
 
 
 def _arguments(arguments: str) -> Any:

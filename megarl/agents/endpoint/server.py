@@ -119,7 +119,9 @@ class ChatServer:
         content = await http.read()
         request = await asyncio.to_thread(parse_request, content)
         completion = await completer.complete(request)
-        body = await in_tokenizer_thread(partial(completion_body, completion, request, self._chat.tokenizer))
+        body = await in_tokenizer_thread(
+            partial(completion_body, completion, request, self._chat.tokenizer, self._chat.image_token)
+        )
         if not request.stream:
             return web.json_response(body)
         stream = web.StreamResponse(headers={"Content-Type": "text/event-stream", "Cache-Control": "no-cache"})

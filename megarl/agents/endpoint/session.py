@@ -10,7 +10,7 @@ may be concurrent.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Coroutine, Sequence
+from collections.abc import Coroutine, Iterator, Sequence
 from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self, TypeVar
@@ -19,6 +19,7 @@ from megarl.agents.endpoint.chat_format import (
     AssistantTurn,
     ChatCompletion,
     ChatFormat,
+    EncodedMessages,
     HistoryDigest,
     initial_digest,
     next_digest,
@@ -27,6 +28,7 @@ from megarl.agents.endpoint.request import CONTEXT_LENGTH, ApiError, ChatRequest
 from megarl.agents.loop import Transcript, turn_seed
 from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
 from megarl.base.seeds import derive_seed
+from megarl.data.images import IMAGES
 from megarl.rollout.interface import Completion, SamplingParams
 
 _T = TypeVar("_T")
@@ -159,24 +161,27 @@ class Session:
             if digest in self._by_history:
                 parent, matched = self._by_history[digest], number
         try:
-            if parent is None:
-                ids = await self._prompt_ids(request)
+            if parent is None and self._is_prompt(request):
+                new = EncodedMessages(list(self._conversation.prompt_ids), ())
+            elif parent is None:
+                new = await self._chat.encoded_prompt(request)
             else:
-                ids = await self._chat.frame_ids(request.messages[matched:], parent.completion)
+                new = await self._chat.encoded_frame(request, matched, parent.completion)
         except ApiError as error:
             if error.code == CONTEXT_LENGTH:
                 self._note_limit("length", parent)
             raise
-        self._check_limits(parent, ids)
-        return parent, ids
+        self._check_limits(parent, new.ids)
+        self._conversation.add_images(new.images)
+        return parent, new.ids
 
-    async def _prompt_ids(self, request: ChatRequest) -> list[int]:
-        """Return the dataset's encoding if the request is the row's unchanged prompt; else encode the request."""
+    def _is_prompt(self, request: ChatRequest) -> bool:
+        """Whether the request is the row's unchanged prompt, so that the dataset's encoding is used."""
         conversation = self._conversation
-        row = [{"role": m["role"], "content": m["content"]} for m in conversation.messages]
-        if conversation.prompt_ids and not request.tools and row == list(request.messages):
-            return list(conversation.prompt_ids)
-        return await self._chat.prompt_ids(request)
+        keys = iter([image.key for image in conversation.facts.get(IMAGES) or ()])
+        row = [{"role": m["role"], "content": _with_keys(m["content"], keys)} for m in conversation.messages]
+        messages = [{**m, "content": _with_keys(m["content"], None)} for m in request.messages]
+        return bool(conversation.prompt_ids) and not request.tools and row == messages
 
     def _check_limits(self, parent: _Turn | None, ids: Sequence[int]) -> None:
         """Apply the conversation's limits to a branch."""
@@ -286,6 +291,13 @@ class Session:
             for task in tasks:
                 task.cancel()
             self._active.difference_update(tasks)
+
+
+def _with_keys(content: Any, keys: Iterator[int] | None) -> Any:
+    """Return a content with an image's digest in place of its part: of ``keys`` in order, or the part's own."""
+    if isinstance(content, str):
+        return content
+    return [part if part["type"] != "image" else part["key"] if keys is None else next(keys, None) for part in content]
 
 
 def _generated_tokens(turns: Sequence[_Turn]) -> int:

@@ -11,7 +11,7 @@ from dataclasses import dataclass, field, replace
 from itertools import accumulate
 from typing import TYPE_CHECKING, Any, NamedTuple
 
-from megarl.agents.tools.tool import ToolEntry, ToolError, ToolResult
+from megarl.agents.tools.tool import Content, ToolEntry, ToolError, ToolResult
 from megarl.agents.types import AgentError, Conversation
 from megarl.base.errors import ConfigError
 from megarl.base.json_text import parse_json, parse_json_prefix
@@ -134,11 +134,11 @@ class ToolAnswer(NamedTuple):
     """Answer to one tool call.
 
     Attributes:
-        text: text for the model: the tool's result, or an error message.
+        content: content for the model: the tool's result, or the text of an error message.
         malformed: the call is unreadable, names no tool, or does not fit the schema.
     """
 
-    text: str
+    content: Content
     malformed: bool
     metrics: Mapping[str, float] = {}
 
@@ -159,7 +159,7 @@ async def answer_call(call: ToolCall, tools: Mapping[str, ToolEntry], conversati
         result = await _call_with_retries(entry, arguments, conversation)
     except ToolError as error:
         return ToolAnswer(f"Error: {error.text}", malformed=True)
-    return ToolAnswer(result.text, malformed=False, metrics=result.metrics)
+    return ToolAnswer(result.content, malformed=False, metrics=result.metrics)
 
 
 async def _call_with_retries(
@@ -185,11 +185,10 @@ async def _call_with_retries(
 
 
 def _tool_result(result: Any, name: str) -> ToolResult:
-    if isinstance(result, str):
-        return ToolResult(result)
-    if isinstance(result, ToolResult) and isinstance(result.text, str):
-        return result
-    text = f"tool {name} returned a {type(result).__name__}; it must return a text or a ToolResult, without images"
+    answer = result if isinstance(result, ToolResult) else ToolResult(result)
+    if isinstance(answer.content, str | list | tuple):
+        return answer
+    text = f"tool {name} returned a {type(result).__name__}; it must return a text, a list of parts, or a ToolResult"
     raise AgentError(text, code="tool.result-type")
 
 
@@ -199,6 +198,18 @@ def check_truncate_side(side: str) -> str:
         key = "actor_rollout_ref.rollout.multi_turn.tool_response_truncate_side"
         raise ConfigError(f"{key}={side} must be one of {', '.join(TRUNCATE_SIDES)}", code="tool.truncate-side")
     return side
+
+
+def clip_content(tokenizer: PreTrainedTokenizerBase, content: Content, budget: int, side: str = "middle") -> Content:
+    """Truncate each text of a content, see :func:`clip_text`; images stay whole."""
+    if isinstance(content, str):
+        return clip_text(tokenizer, content, budget, side)
+    return [
+        {**part, "text": clip_text(tokenizer, part["text"], budget, side)}
+        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
+        else part
+        for part in content
+    ]
 
 
 def clip_text(tokenizer: PreTrainedTokenizerBase, text: str, budget: int, side: str = "middle") -> str:

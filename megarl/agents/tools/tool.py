@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 import abc
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any, ClassVar, NamedTuple
+from typing import Any, ClassVar, NamedTuple, TypeAlias
 
 import jsonschema
 import yaml
@@ -17,6 +17,10 @@ from megarl.base.registry import Registry
 from megarl.base.user_code import load_user_class
 
 _ENTRY_KEYS = {"class_name", "config", "tool_schema", "timeout_s", "retries"}
+
+
+Content: TypeAlias = "str | Sequence[Mapping[str, Any]]"
+"""Text of a message, or its parts."""
 
 
 class ToolError(MegarlError):
@@ -31,10 +35,11 @@ class ToolResult:
     """Result of a tool call.
 
     Attributes:
+        content: text for the model, or a list of parts with images, see :func:`megarl.data.images.read_parts`.
         metrics: numbers about the call, summed over a conversation's calls.
     """
 
-    text: str
+    content: Content
     metrics: Mapping[str, float] = field(default_factory=dict)
 
 
@@ -62,7 +67,7 @@ class Tool(abc.ABC):
         return str(self.declaration["function"]["name"])
 
     @abc.abstractmethod
-    async def call(self, arguments: Mapping[str, Any], conversation: Conversation) -> str | ToolResult:
+    async def call(self, arguments: Mapping[str, Any], conversation: Conversation) -> Content | ToolResult:
         """Run one call.
 
         Args:

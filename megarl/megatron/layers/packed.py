@@ -65,7 +65,8 @@ class PackedMicroBatch:
         lengths: tokens of each whole sequence, in stored order.
         read_at: ``[response tokens]`` int64, index in ``tokens`` of each response token's output: of the token before
             it, which predicts it, or of the token itself. For rows with one output ``[rows]``, of the last tokens.
-        targets: ``[response tokens]`` int64, the response tokens; for rows with one output ``[rows]``, the last tokens.
+        targets: ``[response tokens]`` int64, the response tokens, 0 for those of images; for rows with one output
+            ``[rows]``, the last tokens.
         response_lengths: response tokens of each row; 1 for rows with one output.
         row_lengths: ``[rows]`` int64, the same numbers as a tensor on the device of the others.
         columns: further inputs of the loss: ``[response tokens, ...]`` tensors by name.
@@ -130,11 +131,12 @@ class PackedMicroBatch:
                 [each.tensor_split([n]) for each, n in zip(routes, prompt_lengths, strict=True)]
             )
         outputs = (1,) * len(rows) if at_end else response_lengths
+        targets = tokens[read_at] if at_end else torch.cat([response for _, response in rows]).to(torch.int64)
         return cls(
             tokens=tokens,
             lengths=tuple(store.length(row) for row in store.order),
             read_at=read_at,
-            targets=tokens[read_at] if at_end else torch.cat([response for _, response in rows]).to(torch.int64),
+            targets=targets.clamp(min=0),
             response_lengths=outputs,
             row_lengths=torch.tensor(outputs, dtype=torch.int64),
             columns=dict(columns or {}),

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import numpy as np
@@ -86,7 +86,7 @@ class DumpImages:
         assert self.processor is not None and self.token is not None
         merge, patches, kinds = self.processor.merge_size, list[np.ndarray](), torch.from_numpy(ids < 0)[None].long()
         for span in spans:
-            image = self.files[span.key]._replace(rows=span.rows, columns=span.columns)
+            image = replace(self.files[span.key], rows=span.rows, columns=span.columns)
             patches.append(self.processor.patches(image))
         return {
             "input_ids": torch.tensor([with_placeholders(ids.tolist(), self.token)]),

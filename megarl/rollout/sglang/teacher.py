@@ -108,13 +108,11 @@ class TeacherServers:
             topk: most probable tokens to return at each position.
 
         Raises:
-            TeacherError: a prompt has images; a server refuses a request, fails after all attempts, or returns other
+            TeacherError: a row has images; a server refuses a request, fails after all attempts, or returns other
                 tokens or numbers that are no log-probs.
         """
-        if any(min(row.prompt, default=0) < 0 for row in rows):
-            raise TeacherError(
-                f"{self.key}: a teacher behind SGLang grades no prompts with images", code="teacher.images"
-            )
+        if any(min((*row.prompt, *row.response), default=0) < 0 for row in rows):
+            raise TeacherError(f"{self.key}: a teacher behind SGLang grades no rows with images", code="teacher.images")
         size = self.config.rows_per_request
         filled = [row for row in rows if row.response]
         parts = [filled[start : start + size] for start in range(0, len(filled), size)]

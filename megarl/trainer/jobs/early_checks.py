@@ -35,9 +35,10 @@ from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
 from megarl.models.carried_tensors import unused_tensors, warn_of_unused
 from megarl.models.hf_folder import image_grid
+from megarl.rollout.image_reader import image_reader
 from megarl.tracking import check_trackers
 from megarl.trainer.jobs.output_folders import check_output_files
-from megarl.trainer.phases.prompt_images import image_reader, unread_columns
+from megarl.trainer.phases.prompt_images import unread_columns
 from megarl.trainer.roles.devices import check_dashboard, check_devices
 from megarl.workers.settings import check_adapters, check_role, check_router_replay
 

@@ -22,6 +22,7 @@ from megarl.config.schema.jobs import REWARD_MODEL, BestAnswersConfig, EvaluateC
 from megarl.config.stored import stored_config
 from megarl.data import DataProto
 from megarl.data.images import IMAGES, stored_images, stored_message
+from megarl.rewards.scorer import decode_text
 from megarl.samples.reward_functions import runner_scorers
 from megarl.samples.reward_phase import RewardModelScorer, RewardPhase, SequenceReader, reward_manager
 from megarl.tracking import validation_table
@@ -170,7 +171,7 @@ class BestAnswers:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as unfinished:
-            columns = COLUMNS.append(pa.field(IMAGES, FILES)) if IMAGES in self._rows[0] else COLUMNS
+            columns = COLUMNS.append(pa.field(IMAGES, FILES)) if any(IMAGES in row for row in self._rows) else COLUMNS
             pq.write_table(pa.Table.from_pylist(self._rows, schema=columns), unfinished)
         return f"best answers: {path}, {len(self._rows)} answers to {self.prompts} prompts"
 
@@ -183,7 +184,7 @@ class BestAnswers:
         return [
             {
                 "role": ASSISTANT if generated[begin] else ENVIRONMENT,
-                "content": self.tokenizer.decode(ids[begin:end], skip_special_tokens=end == length),
+                "content": decode_text(self.tokenizer, ids[begin:end], skip_special_tokens=end == length),
             }
             for begin, end in zip([0, *borders], [*borders, length], strict=True)
         ]

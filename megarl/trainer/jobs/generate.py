@@ -21,6 +21,7 @@ from megarl.config import GenerateConfig
 from megarl.config.schema.jobs import STANDARD_INPUT
 from megarl.data import DataProto
 from megarl.data.images import IMAGES, stored_images, stored_message
+from megarl.rewards.scorer import decode_text
 from megarl.tracing import PHASE, span
 from megarl.trainer.jobs.frozen_policy import STREAM, FrozenPolicy, FrozenReplicas
 from megarl.trainer.jobs.preflight import check_generation
@@ -117,7 +118,7 @@ def answer_rows(
     """
     errors = batch.non_tensor_batch.get("agent_error", [None] * len(batch))
     texts = [
-        None if error is not None else tokenizer.decode(ids.tolist(), skip_special_tokens=True)
+        None if error is not None else decode_text(tokenizer, ids.numpy())
         for ids, error in zip(batch.unpadded("responses"), errors, strict=True)
     ]
     columns = {name: values for name, values in prompts.non_tensor_batch.items() if name not in (MESSAGES, "index")}

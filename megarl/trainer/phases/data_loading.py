@@ -23,9 +23,10 @@ from megarl.data.order import EpochOrder, MixedSet, MixtureOrder, MixtureSchedul
 from megarl.data.rows import expand_files
 from megarl.data.tokenization import PromptEncoder, PromptReader
 from megarl.models import read_model_config
+from megarl.rollout.image_reader import image_reader
 from megarl.rollout.settings import context_tokens
 from megarl.trainer.phases.model_passes import check_teacher_keys
-from megarl.trainer.phases.prompt_images import image_reader, unread_columns
+from megarl.trainer.phases.prompt_images import unread_columns
 
 Prompts: TypeAlias = RLHFDataset | CustomPrompts
 

@@ -14,7 +14,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algorithms import sequence_counts, sequence_sums
 from megarl.base.errors import DataError
 from megarl.base.image_files import thumbnail
-from megarl.base.image_tokens import Image, image_spans
+from megarl.base.image_tokens import Image
 from megarl.base.redaction import mask_known
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import ActorRolloutRefConfig
@@ -56,7 +56,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     A record also has the extra fields of the reward function (``reward_extra_<name>`` for the name of a field of its
     own), ``data_source`` if the row has one, ``response_length`` in tokens, and ``finish_reason``. ``score`` is None if
     the reward failed. ``masked`` lists the characters of ``output`` that a tool or a search wrote, as ``[begin, end]``
-    pairs. ``advantage`` is the mean over the trained tokens. A failed conversation has ``agent_error``. A prompt with
+    pairs. ``advantage`` is the mean over the trained tokens. A failed conversation has ``agent_error``. A row with
     images has ``images``, their digests with the images; :func:`stored_samples` keeps the digests.
     """
     scores = row_sums(batch, "token_level_scores").tolist()
@@ -74,7 +74,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
         ids, generated = response.tolist(), [] if masks is None else masks[row].tolist()
         sample = {
             "input": decode_text(tokenizer, prompt.tolist()),
-            "output": tokenizer.decode(ids, skip_special_tokens=True),
+            "output": decode_text(tokenizer, ids),
             "gts": batch.non_tensor_batch["reward_model"][row]["ground_truth"],
             "score": None if failed[row] else scores[row],
             "step": step,
@@ -82,7 +82,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
             "response_length": len(ids),
             **({"finish_reason": reasons[row]} if reasons is not None else {}),
             **({"advantage": advantages[row]} if advantages is not None else {}),
-            **({IMAGES: _named_images(prompt, images[row])} if images is not None and images[row] else {}),
+            **({IMAGES: _named_images(images[row])} if images is not None and images[row] else {}),
             **{name: batch.non_tensor_batch[column][row] for name, column in extras.items()},
             **_conversation_fields(batch, tokenizer, row, ids, generated),
         }
@@ -91,9 +91,9 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     return samples
 
 
-def _named_images(prompt: Tensor, images: Sequence[Image]) -> list[tuple[str, Image]]:
-    """A prompt's images with their digests, as its token ids have them; reads no file."""
-    return [(f"{span.key:x}", image) for span, image in zip(image_spans(prompt.numpy()), images, strict=True)]
+def _named_images(images: Sequence[Image]) -> list[tuple[str, Image]]:
+    """A row's images with their digests, as its token ids have them; reads no file."""
+    return [(f"{image.key:x}", image) for image in images]
 
 
 def _mean_advantages(batch: DataProto) -> list[float | None] | None:
@@ -126,7 +126,7 @@ def _masked_spans(ids: list[int], generated: list[int], tokenizer: PreTrainedTok
     runs = [(begin, end) for begin, end in zip(begins, ends, strict=True) if not generated[begin]]
 
     def characters(count: int) -> int:
-        return len(tokenizer.decode(ids[:count], skip_special_tokens=True))
+        return len(decode_text(tokenizer, ids[:count]))
 
     return [[characters(begin), characters(end)] for begin, end in runs]
 

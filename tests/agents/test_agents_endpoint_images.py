@@ -1,0 +1,187 @@
+"""Images over the chat endpoint: data URLs in messages of users and tools, for conversations and external requests."""
+
+import asyncio
+import base64
+from dataclasses import replace
+
+import pytest
+from agent_cases import Scripted, sampling
+from endpoint_cases import HAS_OPENAI, USER, Refused, complete, lead, listening, message_of
+from image_cases import png, squares_reader, text_part, url, url_part
+from make_squares import task_tokenizer
+
+from megarl.agents import Conversation
+from megarl.agents.frames import encode_prompt
+from megarl.data.images import IMAGES
+
+ROW = [{"role": "user", "content": [{"type": "image"}, text_part("How many squares?")]}]
+
+
+@pytest.fixture(scope="module")
+def tokenizer():
+    return task_tokenizer()
+
+
+@pytest.fixture(scope="module")
+def reader(tmp_path_factory, tokenizer):
+    return squares_reader(tmp_path_factory.mktemp("processor"), tokenizer)
+
+
+@pytest.fixture(scope="module")
+def endpoint(tokenizer, reader):
+    with listening(tokenizer, reader=reader) as endpoint:
+        yield endpoint
+
+
+@pytest.fixture
+def conversation(tokenizer, reader):
+    image = reader.processor.read(png(10), "prompt")
+    ids = encode_prompt(tokenizer, ROW, images=[image], image_token=reader.token)
+    fields = {"key": "k", "agent_name": "external_agent", "image_reader": reader}
+    return Conversation(ROW, sampling(), ids, facts={IMAGES: (image,)}, images=[image], **fields)
+
+
+def answer(library, task, messages):
+    """Complete a conversation with a client; return the response's message."""
+    if library == "httpx":
+        return message_of(complete(task, messages))
+    from openai import OpenAI
+
+    api = OpenAI(base_url=task.base_url, api_key=task.api_key)
+    return api.chat.completions.create(model=task.model, messages=messages).choices[0].message.model_dump()
+
+
+@pytest.mark.parametrize("library", ["httpx", *(["openai"] if HAS_OPENAI else [])])
+def test_an_agent_sees_the_rows_image_and_shows_others(endpoint, tokenizer, conversation, library):
+    script = Scripted(tokenizer, ["1<|im_end|>", "2<|im_end|>", "3<|im_end|>"])
+
+    def agent(task):
+        (shown, question) = task.messages[0]["content"]
+        assert base64.b64decode(shown["image_url"]["url"].split(",")[1]) == png(10)
+        assert question == text_part("How many squares?")
+        history = list(task.messages)
+        for data, role in ((png(200), "user"), (png(99, (112, 56)), "tool")):
+            history.append(answer(library, task, history))
+            shown = {"role": role, "content": [text_part("see"), url_part(url(data))], "tool_call_id": "x"}
+            history.append({**shown} if role == "tool" else {k: shown[k] for k in ("role", "content")})
+        return {"text": answer(library, task, history)["content"]}
+
+    (trajectory,) = lead(endpoint, script, agent, [conversation])
+    assert trajectory.error is None and trajectory.fields["agent_result"] == {"text": "3"}
+    assert list(trajectory.prompt_ids) == list(conversation.prompt_ids)
+    assert trajectory.metrics["branches_dropped"] == 0 and trajectory.num_turns == 6
+    assert [(image.data, image.rows, image.columns) for image in trajectory.images] == [
+        (png(200), 2, 2),
+        (png(99, (112, 56)), 2, 4),
+    ]
+    contexts = [ids for ids, *_ in script.calls]
+    assert contexts[2][: len(contexts[1])] == contexts[1] and contexts[1][: len(contexts[0])] == contexts[0]
+    shown = [number for image in trajectory.images for number in image.token_ids]
+    assert [number for number in trajectory.response_ids if number < 0] == shown
+    generated = {i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask}
+    assert min(generated) >= 0 and sum(trajectory.response_mask) == 6
+
+
+def test_another_image_in_the_history_begins_a_branch(endpoint, tokenizer, conversation):
+    script = Scripted(tokenizer, ["1<|im_end|>", "2<|im_end|>", "3<|im_end|>"])
+
+    def agent(task):
+        first = {"role": "user", "content": [url_part(url(png(1))), text_part("?")]}
+        reply = message_of(complete(task, [first]))
+        for shade in (1, 2):
+            changed = {"role": "user", "content": [url_part(url(png(shade))), text_part("?")]}
+            complete(task, [changed, reply, {"role": "user", "content": "more"}])
+
+    (trajectory,) = lead(endpoint, script, agent, [conversation])
+    assert trajectory.metrics["branches_dropped"] == 1
+    first, same, other = (ids for ids, *_ in script.calls)
+    assert same[: len(first)] == first and other[: len(first)] != first
+
+
+PICTURE = url(png(1))
+WRONG = {
+    "http": ("image.remote", [url_part("https://example.org/a.png")]),
+    "file": ("image.remote", [url_part("file:///etc/passwd")]),
+    "text url": ("image.remote", [url_part("data:text/plain;base64,aGk=")]),
+    "base64": ("image.data-url", [url_part("data:image/png;base64,?")]),
+    "no url": ("image.part-type", [{"type": "image_url"}]),
+    "damaged": ("image.damaged", [url_part(url(png(1)[:-30]))]),
+    "gif": ("image.unknown-format", [url_part(url(b"GIF89a"))]),
+    "other type": (None, [{"type": "image", "image": PICTURE}]),
+    "too many": ("context_length_exceeded", [url_part(PICTURE)] * 700),
+    "too large": ("context_length_exceeded", [url_part(url(png(1, (224, 224)))) for _ in range(20)]),
+}
+
+
+@pytest.mark.parametrize("case", WRONG)
+def test_wrong_images_are_refused_by_name(endpoint, tokenizer, conversation, case):
+    code, parts = WRONG[case]
+    refusals = []
+
+    def agent(task):
+        with pytest.raises(Refused) as refused:
+            complete(task, [*USER, {"role": "user", "content": [text_part("see"), *parts]}])
+        refusals.append(refused.value)
+        complete(task, USER)
+
+    (trajectory,) = lead(endpoint, Scripted(tokenizer, ["1<|im_end|>"]), agent, [conversation])
+    assert trajectory.error is None and not trajectory.images
+    assert refusals[0].status == 400 and refusals[0].error["code"] == code
+    text = refusals[0].error["message"]
+    assert code == "context_length_exceeded" or "messages.1.content.1" in text or "message 1, part 1" in text
+
+
+@pytest.mark.parametrize("role", ["system", "developer", "assistant"])
+def test_only_users_and_tools_show_images(endpoint, tokenizer, conversation, role):
+    def agent(task):
+        with pytest.raises(Refused, match="of a user or a tool"):
+            complete(task, [{"role": role, "content": [url_part(PICTURE)]}, *USER])
+        complete(task, USER)
+
+    (trajectory,) = lead(endpoint, Scripted(tokenizer, ["1<|im_end|>"]), agent, [conversation])
+    assert trajectory.error is None
+
+
+def test_an_image_without_room_meets_the_limit(endpoint, tokenizer, conversation):
+    def agent(task):
+        reply = message_of(complete(task, task.messages))
+        large = {"role": "user", "content": [url_part(url(png(3, (224, 224))))]}
+        complete(task, [*task.messages, reply, large])
+
+    short = replace(conversation, params=sampling(max_new_tokens=40))
+    (trajectory,) = lead(endpoint, Scripted(tokenizer, ["1<|im_end|>"]), agent, [short])
+    assert trajectory.error is None and trajectory.finish_reason == "length" and not trajectory.images
+
+
+def test_a_policy_of_text_refuses_images(tokenizer):
+    def agent(task):
+        with pytest.raises(Refused, match="reads text alone") as refused:
+            complete(task, [{"role": "user", "content": [url_part(PICTURE)]}])
+        assert (refused.value.status, refused.value.error["code"]) == (400, "image.text-model")
+        complete(task, USER)
+
+    with listening(tokenizer) as endpoint:
+        (trajectory,) = lead(endpoint, Scripted(tokenizer, ["1<|im_end|>"]), agent)
+    assert trajectory.error is None
+
+
+def test_external_requests_have_their_images(endpoint, tokenizer, reader):
+    seen = []
+
+    class Recording(Scripted):
+        async def __call__(self, prompt_ids, params, *, seed, key, images=()):
+            seen.append((list(prompt_ids), list(images)))
+            return await super().__call__(prompt_ids, params, seed=seed, key=key)
+
+    async def phase():
+        async with endpoint.serving(Recording(tokenizer, ["1<|im_end|>"] * 2)):
+            messages = [{"role": "user", "content": [url_part(url(png(7))), text_part("?")]}]
+            return await asyncio.to_thread(complete, endpoint, messages, return_token_ids=True, n=2)
+
+    body = endpoint.loop.run(phase())
+    image = reader.processor.read(png(7), "picture")
+    assert [images for _, images in seen] == [[image]] * 2
+    ids = seen[0][0]
+    assert [number for number in ids if number < 0] == image.token_ids
+    assert body["prompt_token_ids"] == [reader.token if number < 0 else number for number in ids]
+    assert body["usage"]["prompt_tokens"] == len(ids)
