@@ -397,9 +397,10 @@ class SampleService:
 
 
 def _stored_trajectory(trajectory: Trajectory) -> dict[str, Any]:
-    return {
+    fields = {
         name: list(value) if isinstance(value, range | tuple) else value for name, value in vars(trajectory).items()
     }
+    return fields | {"images": [(image.data, image.rows, image.columns, image.key) for image in trajectory.images]}
 
 
 def _restored_trajectory(stored: Mapping[str, Any]) -> Trajectory:
