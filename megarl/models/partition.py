@@ -173,6 +173,15 @@ def vocab_shard(name: str, tensor: FullTensor, padded: int, tp: int, tp_rank: in
     return LocalParam(name, (height, *rest), pieces)
 
 
+def trimmed_shard(name: str, tensor: FullTensor, dimension: int, padded: int, tp: int, tp_rank: int) -> LocalParam:
+    """Shard a dimension as if it were padded to ``padded``; the shard is without padding."""
+    size, share = tensor.shape[dimension], _divide(tensor, padded, tp)
+    start, stop = [0] * len(tensor.shape), list(tensor.shape)
+    start[dimension], stop[dimension] = min(tp_rank * share, size), min((tp_rank + 1) * share, size)
+    piece = Piece(tensor.name, tuple(start), tuple(stop), (0,) * len(start))
+    return LocalParam(name, piece.shape, (piece,) if all(piece.shape) else ())
+
+
 def stacked(name: str, params: Sequence[LocalParam]) -> LocalParam:
     """Stack parameters of equal shape along a new first dimension."""
     pieces = [piece._replace(at=(n, *piece.at)) for n, param in enumerate(params) for piece in param.pieces]

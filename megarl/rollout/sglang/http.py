@@ -37,6 +37,7 @@ from megarl.rollout.sglang.backend import CLOSE_S, CONTROL_CALLS, ControlResult,
 from megarl.rollout.sglang.options import (
     KEY,
     ROUTES_ARGUMENT,
+    WHOLE_TOWERS,
     RankRendezvous,
     SGLangOptions,
     decodes,
@@ -197,7 +198,7 @@ def attach(url: str, folder: str, options: SGLangOptions, loop: RequestLoop) -> 
 def _check_server_info(url: str, info: Mapping[str, Any], folder: str, options: SGLangOptions) -> None:
     expected = {"tp_size": options.tensor_parallel_size, "skip_tokenizer_init": not decodes(folder, options)}
     if read_model_config(folder).vision is not None:
-        expected |= image_arguments(options)
+        expected |= image_arguments(options) | ({WHOLE_TOWERS: False} if options.trained_tower else {})
     for name, value in expected.items():
         if info.get(name, value) != value:
             raise ConfigError(
