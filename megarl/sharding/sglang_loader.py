@@ -309,7 +309,7 @@ class RankLoader:
         self._weights = ShardWeights({})
         self._receiver: BucketReceiver | None = None
         self._tower: dict[str, Tensor] = {}  # a frozen one, on the host: SGLang frees its own while it sleeps
-        self._tower_updated = False  # by an engine that trains it
+        self._tower_updated = False  # by the last update, of an engine that trains it
 
     def attach(self, model: torch.nn.Module, shard: SGLangShard) -> ProcessLocation:
         """Compare the model's parameters with the shard; return the location of this process."""
@@ -336,9 +336,9 @@ class RankLoader:
         self._shard.clear_padding(model)
         for name, data in self._shard.frozen_tower(model).items():
             data.copy_(self._tower[name])
-        if self._shard.trains_tower:
-            self._tower_updated = True
+        if self._shard.trains_tower or self._tower_updated:
             drop_image_features()
+        self._tower_updated = self._shard.trains_tower
         self._connected().begin(version)
 
     def tower_loaded(self, model: torch.nn.Module) -> None:
