@@ -41,10 +41,10 @@ CACHE_TOKENS = "max_total_tokens"
 """Argument of SGLang with the tokens that its cache holds, of all requests together."""
 IMAGE_CACHE = "mm_preprocess_cache_size_mb"
 """Argument of SGLang with the memory for processed images."""
-WHOLE_TOWERS = "mm_enable_dp_encoder"
-"""Argument of SGLang with which each rank has the whole vision tower, and computes the features of other images."""
 FRACTION = "mem_fraction_static"
 """Argument of SGLang with the share of the free memory for weights and KV cache."""
+WHOLE_TOWERS = "mm_enable_dp_encoder"
+"""Argument of SGLang with which each rank has the whole vision tower, and computes the features of other images."""
 _CPU = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
