@@ -135,12 +135,13 @@ def build_model(tokenizer: PreTrainedTokenizerFast, hidden: int, layers: int) ->
         "fullatt_block_indexes": [1],
         "initializer_range": 0.06,
     }
-    vision, begin, end = tokenizer.convert_tokens_to_ids([IMAGE, VISION_START, VISION_END])
+    # SGLang looks for a video at each token of videos, so it is one that the task does not use.
+    vision, begin, end, video = tokenizer.convert_tokens_to_ids([IMAGE, VISION_START, VISION_END, "<|system|>"])
     config = Qwen2_5_VLConfig(
         text_config=text,
         vision_config=tower,
         image_token_id=vision,
-        video_token_id=len(tokenizer) - 1 if vision != len(tokenizer) - 1 else 0,
+        video_token_id=video,
         vision_start_token_id=begin,
         vision_end_token_id=end,
         tie_word_embeddings=True,

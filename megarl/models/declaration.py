@@ -58,6 +58,27 @@ class HFTensor(NamedTuple):
     stacked: str = ""
 
 
+class EngineSplit(NamedTuple):
+    """Split of a parameter over the engine's ranks, if it differs from the trainer's.
+
+    Attributes:
+        split: ``COLUMN``, ``ROW`` or ``SECTIONS``.
+        multiple: the engine pads the divided dimension with zeros to a multiple of this.
+    """
+
+    split: Split
+    multiple: int = 1
+
+    @property
+    def dimension(self) -> int:
+        """The divided dimension."""
+        return 1 if self.split is Split.ROW else 0
+
+    def padded(self, size: int) -> int:
+        """Return the size of the divided dimension with padding."""
+        return -(-size // self.multiple) * self.multiple
+
+
 class Declaration(NamedTuple):
     """One parameter: its names, its Hugging Face tensors, its tensor-parallel split and its pipeline stage.
 
@@ -71,7 +92,7 @@ class Declaration(NamedTuple):
             pipeline stage, and is never exported.
         when: the decoder layers with the parameter; None = all.
         float32: float32 in every weight dtype and never trained; a file may store it in a narrower dtype.
-        engine_split: split over the engine's ranks; None = ``split``.
+        engine_split: split over the engine's ranks, if it is not ``split``.
     """
 
     megatron: str
@@ -82,7 +103,7 @@ class Declaration(NamedTuple):
     tied_copy: bool = False
     when: When | None = None
     float32: bool = False
-    engine_split: Split | None = None
+    engine_split: EngineSplit | None = None
 
     @property
     def is_expert(self) -> bool:

@@ -30,6 +30,7 @@ from megarl.models.registry import (
     rotary_factor,
     under_all_names,
 )
+from megarl.models.tower_class import engine_sizes
 
 QUANTIZATION = "quantization_config"
 """Field of ``config.json`` of a quantized checkpoint."""
@@ -143,6 +144,8 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
         divided_by_tp["intermediate_size"] = config.ffn_hidden_size
     if config.experts is not None and config.experts.shared_ffn_hidden_size:
         divided_by_tp["width of the shared experts"] = config.experts.shared_ffn_hidden_size
+    if of_engine and config.vision is not None and config.vision.trained:
+        divided_by_tp |= engine_sizes(config.vision)
     for name, size in divided_by_tp.items():
         if layout.tp < 1 or size % layout.tp:
             choices = _divisors(config.num_key_value_heads, lambda n: not any(v % n for v in divided_by_tp.values()))

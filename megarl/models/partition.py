@@ -157,20 +157,21 @@ def sectioned_shard(name: str, tensors: Sequence[tuple[FullTensor, Sections]], t
 
 def row_shard(name: str, tensor: FullTensor, tp: int, tp_rank: int) -> LocalParam:
     """Shard the columns of ``tensor``, the inputs of a row-parallel layer."""
-    rows, columns = tensor.shape
-    width = _divide(tensor, columns, tp)
-    piece = Piece(tensor.name, (0, tp_rank * width), (rows, (tp_rank + 1) * width), (0, 0))
-    return LocalParam(name, (rows, width), (piece,))
+    return trimmed_shard(name, tensor, 1, tensor.shape[1], tp, tp_rank)
 
 
 def vocab_shard(name: str, tensor: FullTensor, padded: int, tp: int, tp_rank: int) -> LocalParam:
     """Shard the rows of a tensor that is padded with zero rows to ``padded`` rows."""
-    vocab, *rest = tensor.shape
-    height = padded // tp
-    start = min(tp_rank * height, vocab)
-    stop = min((tp_rank + 1) * height, vocab)
-    pieces = stack_rows(name, [RowRange(tensor.name, tensor.shape, start, stop)]).pieces if stop > start else ()
-    return LocalParam(name, (height, *rest), pieces)
+    return trimmed_shard(name, tensor, 0, padded, tp, tp_rank)._replace(shape=(padded // tp, *tensor.shape[1:]))
+
+
+def trimmed_shard(name: str, tensor: FullTensor, dimension: int, padded: int, tp: int, tp_rank: int) -> LocalParam:
+    """Shard a dimension as if it were padded to ``padded``; the shard is without padding."""
+    size, share = tensor.shape[dimension], _divide(tensor, padded, tp)
+    start, stop = [0] * len(tensor.shape), list(tensor.shape)
+    start[dimension], stop[dimension] = min(tp_rank * share, size), min((tp_rank + 1) * share, size)
+    piece = Piece(tensor.name, tuple(start), tuple(stop), (0,) * len(start))
+    return LocalParam(name, piece.shape, (piece,) if all(piece.shape) else ())
 
 
 def stacked(name: str, params: Sequence[LocalParam]) -> LocalParam:

@@ -11,22 +11,25 @@ from pathlib import Path
 from typing import Any
 
 from megarl.base.errors import ModelError
-from megarl.models.declaration import Declaration, HFTensor, PipelineStage, Split
+from megarl.models.declaration import Declaration, EngineSplit, HFTensor, PipelineStage, Split
 from megarl.models.model_config import Vision
+from megarl.models.registry import count
 
 TOWER = "vision_tower."
 """Start of the names that the parameters of a trained tower have in Megatron."""
+_WIDTH_MULTIPLE, _POSITIONS_MULTIPLE = 8, 64
+"""SGLang pads the width of Qwen2.5-VL's MLP, and the number of learned positions, to a multiple of these."""
 _ENGINE_SPLITS = {
-    "attn.qkv": Split.SECTIONS,
-    "attn.proj.weight": Split.ROW,
-    "gate_proj": Split.COLUMN,
-    "up_proj": Split.COLUMN,
-    "down_proj.weight": Split.ROW,
-    "linear_fc1": Split.COLUMN,
-    "linear_fc2.weight": Split.ROW,
-    "merger.mlp.0": Split.COLUMN,
-    "merger.mlp.2.weight": Split.ROW,
-    "pos_embed": Split.COLUMN,
+    "attn.qkv": EngineSplit(Split.SECTIONS),
+    "attn.proj.weight": EngineSplit(Split.ROW),
+    "mlp.gate_proj": EngineSplit(Split.COLUMN, _WIDTH_MULTIPLE),
+    "mlp.up_proj": EngineSplit(Split.COLUMN, _WIDTH_MULTIPLE),
+    "mlp.down_proj.weight": EngineSplit(Split.ROW, _WIDTH_MULTIPLE),
+    "linear_fc1": EngineSplit(Split.COLUMN),
+    "linear_fc2.weight": EngineSplit(Split.ROW),
+    "merger.mlp.0": EngineSplit(Split.COLUMN),
+    "merger.mlp.2.weight": EngineSplit(Split.ROW),
+    "pos_embed": EngineSplit(Split.COLUMN, _POSITIONS_MULTIPLE),
 }
 """SGLang's split of a tower's parameters over its tensor-parallel ranks, by a part of the name; others are whole."""
 
@@ -51,11 +54,29 @@ def tower_declarations(vision: Vision) -> tuple[Declaration, ...]:
     """Declare the parameters of a trained tower: whole on each rank of the first stage, split in the engine."""
     result = []
     for name, shape in tower_shapes(vision).items() if vision.trained else ():
-        split = next((split for part, split in _ENGINE_SPLITS.items() if part in name), Split.REPLICATED)
         megatron, tensors = TOWER + name.removeprefix(vision.prefix), (HFTensor(name, shape),)
-        stage = PipelineStage.FIRST
+        split, stage = engine_split(name), PipelineStage.FIRST
         result.append(Declaration(megatron, name, tensors, Split.REPLICATED, stage, engine_split=split))
     return tuple(result)
+
+
+def engine_split(name: str) -> EngineSplit | None:
+    """Return SGLang's split of a tower's parameter over its ranks; None = each rank has the whole parameter."""
+    return next((split for part, split in _ENGINE_SPLITS.items() if part in name), None)
+
+
+def engine_sizes(vision: Vision) -> dict[str, int]:
+    """Return the sizes of a tower that SGLang's ranks divide, with SGLang's padding, by their names in the config.
+
+    Raises:
+        ModelError: the config lacks one.
+    """
+    width_multiple = _WIDTH_MULTIPLE if vision.tower.startswith("qwen2_5_vl.") else 1
+    multiples = {"num_heads": 1, "intermediate_size": width_multiple}
+    if "num_position_embeddings" in vision.settings:
+        multiples["num_position_embeddings"] = _POSITIONS_MULTIPLE
+    sizes = {name: count(vision.settings, name) for name in multiples}
+    return {f"vision_config.{name}": -(-sizes[name] // multiple) * multiple for name, multiple in multiples.items()}
 
 
 def check_tower_shapes(folder: Path | str, vision: Vision, shapes: Mapping[str, tuple[int, ...]]) -> None:

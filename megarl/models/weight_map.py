@@ -22,13 +22,14 @@ from megarl.models.declaration import (
     VALUE_HEAD,
     VALUE_HEAD_BIAS,
     Declaration,
+    EngineSplit,
     PipelineStage,
     Split,
 )
 from megarl.models.layout import ParallelLayout
 from megarl.models.model_config import LinearAttention, ModelConfig
 from megarl.models.partition import FullTensor, LocalParam, Piece
-from megarl.models.registry import family_of
+from megarl.models.registry import count, family_of
 from megarl.models.tower_class import tower_declarations
 
 __all__ = ["Contribution", "LocalParam", "Piece", "ShardPattern", "WeightMap", "canonical_name"]
@@ -277,9 +278,10 @@ class WeightMap:
     def _rollout_shard(self, instance: ParameterInstance, sharing: int, rank: int, vocab_multiple: int) -> LocalParam:
         """Shard of an instance on one of the ``sharing`` engine ranks, without vocabulary padding."""
         assert instance.declared.rollout is not None
-        if instance.declared.engine_split is not None:
-            return self._tower_shard(instance, instance.declared.engine_split, sharing, rank)
         name = instance.declared.rollout.format(layer=instance.layer)
+        if instance.declared.engine_split is not None:
+            (tensor,) = self._tensors(instance)
+            return self._engine_shard(name, tensor, instance.declared.engine_split, sharing, rank)
         if instance.declared.split in (Split.GROUPED, Split.GATED):
             return partition.heads_shard(name, self._tensors(instance), self.config.num_key_value_heads, sharing, rank)
         shard = self._shard(name, instance, sharing, rank, self._rollout_vocab(sharing, vocab_multiple))
@@ -366,19 +368,15 @@ class WeightMap:
             case Split.GROUPED | Split.GATED:
                 raise AssertionError("the trainer and the engine order these rows differently")
 
-    def _tower_shard(self, instance: ParameterInstance, split: Split, sharing: int, rank: int) -> LocalParam:
+    def _engine_shard(self, name: str, tensor: FullTensor, split: EngineSplit, sharing: int, rank: int) -> LocalParam:
         """Shard of a vision tower's parameter on one of the ``sharing`` engine ranks."""
-        assert instance.declared.rollout is not None and self.config.vision is not None
-        name, tensors = instance.declared.rollout, self._tensors(instance)
-        if split is Split.SECTIONS:  # queries, keys and values of all heads
-            heads = int(self.config.vision.settings["num_heads"])
-            sections = partition.Sections(heads, (tensors[0].shape[0] // (3 * heads),) * 3, grouped=False)
-            return partition.sectioned_shard(name, [(tensors[0], sections)], sharing, rank)
-        if split is Split.ROW:
-            return partition.row_shard(name, tensors[0], sharing, rank)
-        if split is Split.COLUMN:
-            return partition.column_shard(name, tensors, sharing, rank)
-        return partition.replicated(name, tensors)
+        assert self.config.vision is not None
+        if split.split is Split.SECTIONS:  # queries, keys and values of all heads
+            heads = count(self.config.vision.settings, "num_heads")
+            sections = partition.Sections(heads, (tensor.shape[0] // (3 * heads),) * 3, grouped=False)
+            return partition.sectioned_shard(name, [(tensor, sections)], sharing, rank)
+        padded = split.padded(tensor.shape[split.dimension])
+        return partition.trimmed_shard(name, tensor, split.dimension, padded, sharing, rank)
 
     def _sectioned(self, name: str, instance: ParameterInstance, tp: int, tp_rank: int) -> LocalParam:
         """Shard of sections of heads, one section after the other."""

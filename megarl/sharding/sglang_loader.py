@@ -12,8 +12,10 @@ commands.
 
 For latent attention with a query latent, SGLang stores both projections into latents in one parameter: the rows of
 ``kv_a_proj_with_mqa`` follow those of ``q_a_proj``. In models with gated delta nets the parameters of full attention
-belong to the layer itself, without ``self_attn``. A vision tower is no part of updates: SGLang loads it from the model
-folder.
+belong to the layer itself, without ``self_attn``.
+
+A trained vision tower is part of updates: SGLang fuses its projections, and pads its MLP and positions. A frozen one is
+not: SGLang loads it from the model folder.
 """
 
 from __future__ import annotations
@@ -24,6 +26,7 @@ import os
 import pickle
 import socket
 import struct
+import sys
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -41,6 +44,7 @@ from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import LocalParam, ModelConfig, WeightMap
 from megarl.models.declaration import FP8_BLOCK
 from megarl.models.number_formats import FP8_DTYPE, quantize_blocks, scales_shape
+from megarl.models.tower_class import engine_split, tower_shapes
 from megarl.models.verification import ParamRectangle, tensor_checksum
 from megarl.sharding.placement import ProcessLocation, current_location
 from megarl.sharding.plan import TransferUsage
@@ -56,6 +60,15 @@ VOCAB_PARAMS = ("model.embed_tokens.weight", "lm_head.weight")
 
 QUERY_LATENT, KEY_VALUE_LATENT = ".self_attn.q_a_proj.weight", ".self_attn.kv_a_proj_with_mqa.weight"
 FUSED_LATENTS = ".self_attn.fused_qkv_a_proj_with_mqa.weight"
+
+TOWER_PROJECTIONS = {
+    ".attn.qkv.": (".attn.qkv_proj.", 0),
+    ".mlp.gate_proj.": (".mlp.gate_up_proj.", 0),
+    ".mlp.up_proj.": (".mlp.gate_up_proj.", 1),
+}
+"""SGLang's names of a vision tower's projections, by those in the weight map, and their order in a fused parameter."""
+FEATURE_CACHES = ("sglang.srt.managers.mm_schedule", "sglang.srt.managers.mm_utils")
+"""Modules of SGLang that hold the features of images as ``embedding_cache``, the second one in earlier versions."""
 
 ALWAYS_FLOAT32 = (".linear_attn.A_log", ".self_attn.sinks", ".w13_weight_bias", ".w2_weight_bias")
 """Ends of the names of parameters that SGLang holds in float32 in every dtype, sinks depending on its kernels."""
@@ -108,20 +121,24 @@ class SGLangShard:
                     code="sglang.parameter-shape",
                 )
         unused = UNUSED_SCALES if self.quantized else ()
-        expected = shapes.keys() | self.tower(model).keys()
+        expected = shapes.keys() | self.frozen_tower(model).keys()
         extra = sorted(name for name in held if name not in expected and not name.endswith(unused))
         if extra:
             raise WeightSyncError(
                 f"SGLang has a parameter '{extra[0]}' without weights in the update", code="sglang.parameter-extra"
             )
-        return {name: held[place.name][place.first :][: place.rows] for name, place in places.items()}
+        return {name: place.view(held[place.name]) for name, place in places.items()}
 
-    def tower(self, model: torch.nn.Module) -> dict[str, Tensor]:
-        """Return the parameters of the vision tower, which a weight update does not write."""
-        if self.config.vision is None:
+    @property
+    def trains_tower(self) -> bool:
+        """Whether weight updates include a vision tower."""
+        return self.config.vision is not None and self.config.vision.trained
+
+    def frozen_tower(self, model: torch.nn.Module) -> dict[str, Tensor]:
+        """Return the parameters of a vision tower that a weight update does not write."""
+        if self.config.vision is None or self.trains_tower:
             return {}
-        prefix = self.config.vision.prefix
-        return {name: param.data for name, param in model.named_parameters() if name.startswith(prefix)}
+        return {name: param.data for name, param in model.named_parameters() if self._is_in_tower(name)}
 
     def quantized_views(self, model: torch.nn.Module, views: Mapping[str, Tensor]) -> QuantizedViews:
         """Return views of the quantized matrices' codes and scales; see :meth:`QuantizedViews.check`."""
@@ -137,35 +154,46 @@ class SGLangShard:
         return result
 
     def clear_padding(self, model: torch.nn.Module) -> None:
-        """Fill the rank's vocabulary padding, and other ranks' parameters, with zeros."""
-        held = dict(model.named_parameters())
-        for name, place in self._places.items():
-            if name in VOCAB_PARAMS:
-                held[name].data[place.rows :].zero_()
+        """Fill the rank's padding, and other ranks' parameters, with zeros."""
+        held, places = dict(model.named_parameters()), self._places
         for param in self.params:
-            if not param.pieces and param.name not in VOCAB_PARAMS:
-                held[param.name].data.zero_()
+            place = places[param.name]
+            part = held[place.name].data[place.first :][: place.padded[0]]
+            for dimension, size in enumerate(place.shape if param.pieces else (0,)):
+                part.narrow(dimension, size, part.shape[dimension] - size).zero_()
 
     @cached_property
-    def _places(self) -> dict[str, _Rows]:
-        params = self.params
-        fused = _fused_latents({param.name: param for param in params})
+    def _places(self) -> dict[str, _Place]:
+        fused = _fused_latents({param.name: param for param in self.params})
         layer = ".self_attn." if self.config.linear is None else "."
-        return {
-            param.name: _Rows(
-                *fused.get(param.name, (param.name.replace(".self_attn.", layer), 0)), param.shape[0], param.shape[1:]
-            )
-            for param in params
-        }
+        places = {}
+        for name, shape, _ in self.params:
+            padded, (owner, first) = list(shape), fused.get(name, (name.replace(".self_attn.", layer), 0))
+            if name in VOCAB_PARAMS:
+                padded[0] = -(-self.config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // self.tp
+            elif self._is_in_tower(name):
+                owner, first, padded = self._tower_place(name, shape)
+            places[name] = _Place(owner, first, shape, tuple(padded))
+        return places
 
-    def _shapes(self, places: Mapping[str, _Rows]) -> dict[str, list[int]]:
+    def _is_in_tower(self, name: str) -> bool:
+        return self.config.vision is not None and name.startswith(self.config.vision.prefix)
+
+    def _tower_place(self, name: str, shape: tuple[int, ...]) -> tuple[str, int, list[int]]:
+        """Return SGLang's parameter, the first row in it, and the shape with padding."""
+        assert self.config.vision is not None
+        padded, split = list(shape), engine_split(name)
+        if split is not None and split.multiple > 1:
+            size = tower_shapes(self.config.vision)[name][split.dimension]
+            padded[split.dimension] = split.padded(size) // self.tp
+        part = next((part for part in TOWER_PROJECTIONS if part in name), "")
+        module, order = TOWER_PROJECTIONS.get(part, ("", 0))
+        return name.replace(part, module), order * padded[0], padded
+
+    def _shapes(self, places: Mapping[str, _Place]) -> dict[str, list[int]]:
         """Return the shapes of SGLang's parameters, with padding."""
-        padded = -(-self.config.vocab_size // VOCAB_MULTIPLE) * VOCAB_MULTIPLE // self.tp
-        shapes = {}
-        for place in places.values():
-            # The parts of a fused parameter are in row order, so the last one's end is the number of rows.
-            rows = padded if place.name in VOCAB_PARAMS else place.first + place.rows
-            shapes[place.name] = [rows, *place.rest]
+        # The parts of a fused parameter are in row order, so the last one's end is the number of rows.
+        shapes = {place.name: [place.first + place.padded[0], *place.padded[1:]] for place in places.values()}
         quantized = {places[name].name for name in self._quantized(places)}
         return shapes | {name + SCALES: list(scales_shape(tuple(shapes[name]))) for name in quantized}
 
@@ -173,13 +201,21 @@ class SGLangShard:
         return list(filter(WeightMap(self.config).is_linear, names)) if self.quantized else []
 
 
-class _Rows(NamedTuple):
-    """Rows ``[first, first + rows)`` of SGLang's parameter ``name``; ``rest`` is the shape of a row."""
+class _Place(NamedTuple):
+    """A part of SGLang's parameter ``name``, from the row ``first`` on.
+
+    Attributes:
+        padded: shape with the padding at the end of a dimension.
+    """
 
     name: str
     first: int
-    rows: int
-    rest: tuple[int, ...]
+    shape: tuple[int, ...]
+    padded: tuple[int, ...]
+
+    def view(self, parameter: Tensor) -> Tensor:
+        """Return a view of the part without padding."""
+        return parameter[self.first :][tuple(map(slice, self.shape))]
 
 
 def _fused_latents(params: Mapping[str, LocalParam] | Mapping[str, Tensor]) -> dict[str, tuple[str, int]]:
@@ -272,7 +308,8 @@ class RankLoader:
         self._shard: SGLangShard | None = None
         self._weights = ShardWeights({})
         self._receiver: BucketReceiver | None = None
-        self._tower: dict[str, Tensor] = {}  # on the host: SGLang frees its own while it sleeps
+        self._tower: dict[str, Tensor] = {}  # a frozen one, on the host: SGLang frees its own while it sleeps
+        self._tower_updated = False  # by the last update, of an engine that trains it
 
     def attach(self, model: torch.nn.Module, shard: SGLangShard) -> ProcessLocation:
         """Compare the model's parameters with the shard; return the location of this process."""
@@ -282,7 +319,8 @@ class RankLoader:
             quantized = shard.quantized_views(model, views)
             matrices = IncomingMatrices(shard.params, quantized.codes.__contains__, quantized)
         self._weights = ShardWeights(views, matrices)
-        self._tower = self._tower or {name: data.to("cpu", copy=True) for name, data in shard.tower(model).items()}
+        if not self._tower:
+            self._tower = self._copy_tower(model, shard)
         return current_location(str(_device(model)))
 
     def connect(self, model: torch.nn.Module, spec: ReceiverSpec) -> None:
@@ -296,9 +334,19 @@ class RankLoader:
         if self._weights.matrices is not None:
             self._weights.matrices.storage = self._shard.quantized_views(model, views)
         self._shard.clear_padding(model)
-        for name, data in self._shard.tower(model).items():
+        for name, data in self._shard.frozen_tower(model).items():
             data.copy_(self._tower[name])
+        if self._shard.trains_tower or self._tower_updated:
+            drop_image_features()
+        self._tower_updated = self._shard.trains_tower
         self._connected().begin(version)
+
+    def tower_loaded(self, model: torch.nn.Module) -> None:
+        """Take over the vision tower of a folder that SGLang has loaded."""
+        assert self._shard is not None
+        self._tower_updated = False
+        self._tower = self._copy_tower(model, self._shard)
+        drop_image_features()
 
     def open(self, model: torch.nn.Module, session: int, interface: str | None) -> None:
         """Prepare to receive; gloo groups with the training ranks use a network interface, None = this rank's."""
@@ -337,10 +385,38 @@ class RankLoader:
             raise WeightSyncError("no engine is attached to this SGLang", code="sglang.not-attached")
         return self._shard.views(model)
 
+    def _copy_tower(self, model: torch.nn.Module, shard: SGLangShard) -> dict[str, Tensor]:
+        tower = shard.frozen_tower(model)
+        if tower and self._tower_updated:
+            raise WeightSyncError(
+                "this SGLang has the vision tower that an earlier run trained, and not the model folder's; restart it",
+                code="sglang.trained-tower",
+            )
+        return {name: data.to("cpu", copy=True) for name, data in tower.items()}
+
     def _connected(self) -> BucketReceiver:
         if self._receiver is None:
             raise WeightSyncError(NOT_CONNECTED, code="sync.no-receivers")
         return self._receiver
+
+
+def drop_image_features() -> None:
+    """Drop the features of images, which SGLang keeps by image when it empties its other caches.
+
+    Raises:
+        WeightSyncError: this version of SGLang keeps them elsewhere.
+    """
+    caches = [vars(sys.modules[name]) for name in FEATURE_CACHES if name in sys.modules]
+    found = [names["embedding_cache"] for names in caches if "embedding_cache" in names]
+    if not found:
+        raise WeightSyncError(
+            "this version of SGLang keeps the features of images where megarl cannot drop those of an earlier vision "
+            "tower: install the version of megarl's sglang extra",
+            code="sglang.image-features",
+        )
+    for cache in found:
+        if cache is not None:
+            cache.clear()
 
 
 _LOADER = RankLoader()

@@ -15,7 +15,7 @@ from support.warm_drivers import Drivers
 from megarl.base.packages import is_installed
 
 # SGLang is installed in a separate environment.
-collect_ignore = [] if is_installed("sglang") else ["test_e2e_sglang.py"]
+collect_ignore = [] if is_installed("sglang") else ["test_e2e_sglang.py", "test_e2e_sglang_vision.py"]
 
 
 @pytest.fixture(scope="session")

@@ -10,7 +10,9 @@ from megarl.rollout.sglang.options import SGLangOptions
 
 IN_PROCESS, OVER_HTTP, TWO_RANKS = "sglang", "sglang-http", "sglang-two-ranks"
 API_KEY = "key-of-the-tests"
-NEED_SGLANG = [f"test_rollout_sglang_{name}.py" for name in ("two_ranks", "experts", "families", "teacher", "vision")]
+NEED_SGLANG = [
+    f"test_rollout_sglang_{name}.py" for name in ("two_ranks", "experts", "families", "teacher", "tower", "vision")
+]
 _OPTIONS = {
     IN_PROCESS: {},
     OVER_HTTP: {"mode": "http", "api_key": API_KEY},

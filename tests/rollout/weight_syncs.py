@@ -30,8 +30,7 @@ class WeightSync:
     """A trainer of one rank, in this process, that holds a folder's weights in float32, connected to an engine."""
 
     def __init__(self, engine, folder, transport="auto", bucket_bytes=5000, store=None):
-        reader = HFReader(folder)
-        weight_map = WeightMap(reader.config)
+        reader, weight_map = HFReader(folder), WeightMap(engine.config)
         self.tensors = dict(load_local(reader, weight_map.megatron_params(LAYOUT, 0), torch.float32))
         layout = RolloutLayout(engine.options.tensor_parallel_size, vocab_multiple=vocab_multiple(engine))
         self.engine, self.plan = engine, build_plan(weight_map, LAYOUT, layout, bucket_bytes, 4)

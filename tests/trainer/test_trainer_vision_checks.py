@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -17,7 +18,7 @@ from megarl.models import read_model_config
 from megarl.models.hf_folder import image_grid
 from megarl.trainer.jobs.early_checks import check_learners, check_reward_model
 from megarl.trainer.jobs.frozen_policy import find_model
-from megarl.trainer.jobs.preflight import check_towers
+from megarl.trainer.jobs.preflight import check_engine, check_towers
 
 
 @pytest.fixture(scope="module")
@@ -77,6 +78,18 @@ def test_layers_with_features_of_a_trained_tower_are_in_the_first_chunk(tmp_path
     with raises("layout.tower-features", "actor_rollout_ref.actor.megatron", "first 2"):
         check_learners(config(tmp_path, pp=4, freeze=False), weights=False)
     check_learners(config(tmp_path, pp=2, freeze=False), weights=False)
+
+
+@pytest.mark.parametrize("name", ["sglang", "embedded"])
+def test_ranks_of_the_engine_divide_a_trained_tower(folder, tmp_path, name):
+    tower = read_model_config(folder).vision.settings | {"num_heads": 1}
+    model = read_model_config(with_config(folder, tmp_path / "one", vision_config=tower))
+    job = config(folder, freeze=False)
+    rollout = replace(job.actor_rollout_ref.rollout, name=name, tensor_model_parallel_size=2)
+    policy = replace(job.actor_rollout_ref, rollout=rollout)
+    key = "actor_rollout_ref.rollout.tensor_model_parallel_size=2"
+    with raises("layout.tp-heads", key, "vision_config.num_heads=1"):
+        check_engine(replace(job, actor_rollout_ref=policy), model)
 
 
 def test_a_model_without_a_tower_does_not_freeze_it(folder, tmp_path):

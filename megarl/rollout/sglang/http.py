@@ -38,6 +38,7 @@ from megarl.rollout.sglang.options import (
     IMAGE_SETTINGS,
     KEY,
     ROUTES_ARGUMENT,
+    WHOLE_TOWERS,
     RankRendezvous,
     SGLangOptions,
     decodes,
@@ -201,7 +202,7 @@ def _check_server_info(url: str, info: Mapping[str, Any], folder: str, options: 
         "skip_tokenizer_init": not decodes(folder, options),
     }
     if read_model_config(folder).vision is not None:
-        expected |= image_arguments(options)
+        expected |= image_arguments(options) | ({WHOLE_TOWERS: False} if options.trained_tower else {})
         if not options.image_options and info.get(IMAGE_SETTINGS):
             expected[IMAGE_SETTINGS] = None
     for name, value in expected.items():

@@ -10,6 +10,7 @@ from megarl.config.schema.rollout import FP8, QUANTIZATION_KEY
 from megarl.models import ModelConfig
 from megarl.models.declaration import FP8_BLOCK
 from megarl.models.rope import attention_factor
+from megarl.models.tower_class import engine_sizes
 from megarl.rollout.interface import EngineOptions
 from megarl.rollout.sglang.options import model_arguments, positions_of_full_attention
 from megarl.sharding.quantization import check_blocks
@@ -133,6 +134,10 @@ def check_cpu_sizes(config: ModelConfig, tp: int) -> None:
     if config.experts is not None:
         sizes["moe_intermediate_size"] = (config.experts.ffn_hidden_size, CPU_MULTIPLE * tp)
         sizes["width of shared experts"] = (config.experts.shared_ffn_hidden_size, CPU_MULTIPLE * tp)
+    if config.vision is not None and config.vision.trained:
+        tower = engine_sizes(config.vision)
+        sizes["vision_config.num_heads"] = (tower["vision_config.num_heads"], tp)
+        sizes["vision_config.intermediate_size"] = (tower["vision_config.intermediate_size"], CPU_MULTIPLE * tp)
     for name, (size, multiple) in sizes.items():
         if size % multiple:
             raise ModelError(

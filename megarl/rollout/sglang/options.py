@@ -45,6 +45,8 @@ IMAGE_SETTINGS = "mm_process_config"
 """Argument of SGLang with settings of its image processor."""
 FRACTION = "mem_fraction_static"
 """Argument of SGLang with the share of the free memory for weights and KV cache."""
+WHOLE_TOWERS = "mm_enable_dp_encoder"
+"""Argument of SGLang with which each rank has the whole vision tower, and computes the features of other images."""
 _CPU = {
     "attention_backend": "torch_native",
     "sampling_backend": "pytorch",
@@ -200,7 +202,7 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
         if index:
             arguments["base_gpu_id"] = int(index)
     check_server_args(options.server_args)
-    config = read_model_config(folder)
+    config = read_model_config(folder).with_trained_tower(options.trained_tower)
     if config.vision is not None:
         # With a cache, SGLang gives the options to its image processor, and reads no token again.
         arguments |= {IMAGE_CACHE: 512, **image_arguments(options)}
@@ -212,11 +214,11 @@ def server_args(folder: str, max_model_len: int, options: SGLangOptions) -> dict
 
 
 def image_arguments(options: EngineOptions) -> dict[str, Any]:
-    """Return SGLang's arguments of a model with images: the image processor of training, and the tower's weights.
+    """Return SGLang's arguments of a model with images: the image processor of training, and a frozen tower's weights.
 
-    A weight sync sends the language model only.
+    A weight sync sends the language model, and a trained tower.
     """
-    arguments = {"load_format": "auto", "image_processor_backend": "pil"}
+    arguments = {"image_processor_backend": "pil"} | ({} if options.trained_tower else {"load_format": "auto"})
     return arguments | ({IMAGE_SETTINGS: {"image": dict(options.image_options)}} if options.image_options else {})
 
 
@@ -224,7 +226,8 @@ def model_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[s
     """Return SGLang's arguments with those that the model needs.
 
     Raises:
-        ConfigError: the user's arguments select other kernels, or their overrides of the config are no JSON object.
+        ConfigError: the user's arguments select other kernels or whole towers, or their overrides of the config are no
+            JSON object.
     """
     result = dict(arguments)
     if config.experts is not None and config.experts.biases:
@@ -236,6 +239,12 @@ def model_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[s
                 code="sglang.expert-kernels",
             )
         result[KERNELS_ARGUMENT] = EXPERT_KERNELS
+    if config.vision is not None and config.vision.trained and arguments.get(WHOLE_TOWERS):
+        raise ConfigError(
+            f"{KEY}.server_args.{WHOLE_TOWERS}={arguments[WHOLE_TOWERS]!r}: each rank would hold a whole vision tower, "
+            "and a weight sync writes its part of a trained one; remove it, or set freeze_vision_tower=true",
+            code="sglang.parameter-argument",
+        )
     if (positions := positions_of_full_attention(config)) is not None:
         result |= with_overrides(result, {"rope_parameters": positions})
     return result

@@ -116,6 +116,8 @@ class WeightSession(ReplicaReceiver):
         )
         if not outcome.success:
             raise ModelError(f"SGLang could not load model folder {path}: {outcome.message}", code="sglang.load-failed")
+        if self._shards[0].config.vision is not None:
+            self._query("tower_loaded", [()] * self._tp)
         self.version = version
 
     def connect(self, specs: Sequence[ReceiverSpec]) -> None:

@@ -187,7 +187,7 @@ def _check_context(config: TrainConfig | EvaluateConfig | GenerateConfig, model:
 def check_engine(config: TrainConfig | EvaluateConfig | GenerateConfig, model: ModelConfig) -> None:
     """Check that the rollout engine supports the model in its layout."""
     policy = config.actor_rollout_ref
-    rollout = policy.rollout
+    rollout, model = policy.rollout, model.with_trained_tower(policy.trains_tower)
     layout = ParallelLayout(tp=rollout.tensor_model_parallel_size)
     check_layout(model, layout, "actor_rollout_ref.rollout", of_engine=True)
     options = engine_options(rollout, config.trainer.device, return_routes=policy.replays_engine_routes)
