@@ -34,7 +34,7 @@ def tower_cost(
 
 
 class SavedBytes(NamedTuple):
-    """Bytes per token of an image that autograd saves in a tower's forward pass, and in a block that is recomputed."""
+    """Bytes per image token that autograd saves in a tower's forward pass, and in a recomputed block."""
 
     saved: int
     recomputed: int
