@@ -423,9 +423,10 @@ def open_adapter_folder(path: Path, model: Path | None = None) -> CheckpointSour
     folder.check_base(base_path)
     base = open_hugging_face(base_path)
     config = base.config.as_reward_model() if SCORE[0] in folder.tensors else base.config
+    config = config.with_trained_tower(any(is_tower(config, name) for name in folder.tensors))
     views = {name: whole_view(name, _stored(name, entry)) for name, entry in folder.tensors.items()}
     bare = CheckpointSource(path, PEFT, config, base_path, {})
-    return _with_carried(with_base(bare, base, views, options_of_folder(folder)))
+    return _with_carried(with_base(bare, base, views, options_of_folder(folder, config)))
 
 
 def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | None = None) -> CheckpointSource:

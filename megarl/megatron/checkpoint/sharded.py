@@ -324,6 +324,8 @@ def _check_fits(
 def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> None:
     """Reject adapters of another rank, scale or kind, or of another base model; rank 0 identifies the base model."""
     keys = {"lora_rank": "rank", "lora_alpha": "alpha", "lora.use_rslora": "rank_stabilized", "lora.type": "kind"}
+    names = ("adapt_vision_tower", "freeze_vision_model", "freeze_vision_projection")
+    keys |= {f"lora.{name}": name for name in names}
     for key, name in keys.items():
         saved, here = (getattr(options, name, 0) for options in (state.lora, engine.options.lora))
         if saved != here:
