@@ -15,7 +15,7 @@ import pickle
 import re
 import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -60,8 +60,11 @@ from megarl.models.hf_folder import (
 )
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder
+from megarl.models.tower_class import TOWER, tower_declarations
 
-_PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)+")
+_PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.|language_model\.)+")
+_TOWER_PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)*(?:visual|vision_model)\.")
+"""Start of the names that Megatron-Bridge gives the parameters of transformers' vision tower."""
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.|^(?:rng_state|rerun_state_machine_state|opt_param_scheduler)")
 _EXTRA = re.compile(r"(?:^|\.)_extra_state(?:/|$)")
 _LAYERS = "decoder.layers."
@@ -108,6 +111,8 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     index = read_index(path)
     names = [name for name in index.state_dict_metadata if not _STATE.search(name) and not _EXTRA.search(name)]
     stored = stored_tensors(path, index, names)
+    config = config.with_trained_tower(any(map(_TOWER_PREFIX.match, stored)))
+    _check_tower_names(path, config, stored)
     located = _locate_all(path, stored)
     heads = located.get(_OUTPUT, [])
     value_head = bool(heads) and heads[0].shape[0] == 1
@@ -133,12 +138,25 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     return source
 
 
+def _check_tower_names(path: Path, config: ModelConfig, stored: Iterable[str]) -> None:
+    """Check that the parameters of a vision tower are those of transformers' module."""
+    declared = {} if config.vision is None else tower_declarations(config.vision)
+    known = {parameter.megatron for parameter in declared}
+    for name in stored:
+        if (full := _TOWER_PREFIX.sub(TOWER, name)) != name and full not in known:
+            raise CheckpointError(
+                f"checkpoint {path}: '{name}' is not a parameter of transformers' vision tower; towers with Megatron's "
+                "layers cannot be read from torch_dist: use the checkpoint's Hugging Face export",
+                code="convert.torch-dist-tower",
+            )
+
+
 def _locate_all(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, list[_Located]]:
     """Return the stored tensors of each parameter, by its name in the weight map."""
     result: dict[str, list[_Located]] = defaultdict(list)
     for name, tensor in stored.items():
         try:
-            for full, index, row in _names(_PREFIX.sub("", name), tensor.shape):
+            for full, index, row in _names(_PREFIX.sub("", _TOWER_PREFIX.sub(TOWER, name)), tensor.shape):
                 result[full].append(_Located(tensor, index, row))
         except IndexError:
             text = f"checkpoint {path}: '{name}' of shape {list(tensor.shape)} lacks a dimension"

@@ -339,8 +339,8 @@ def _nearest(name: str, layers: Iterable[str]) -> str:
 
 def _layer_name(hf_name: str) -> str:
     """The last part of a module's name; with the one before if it is a number."""
-    *_, container, name = _module(hf_name).split(".")
-    return f"{container}.{name}" if name.isdigit() else name
+    parts = _module(hf_name).split(".")
+    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 
 
 def _module(hf_name: str) -> str:

@@ -208,7 +208,7 @@ def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str, *, 
 def _by_chunk(
     params: Sequence[LocalParam], layout: ParallelLayout, model: ModelConfig, stage: int
 ) -> list[list[LocalParam]]:
-    """Group a rank's parameters by chunk; embedding and tower go to the first chunk, final norm and head to the last."""
+    """Group a rank's parameters by chunk: embedding and tower in the first chunk, final norm and head in the last."""
     chunk_of = {layer: chunk for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, stage, chunk)}
     chunks: list[list[LocalParam]] = [[] for _ in range(layout.vpp)]
     for param in params:
