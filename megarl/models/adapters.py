@@ -308,9 +308,6 @@ class AdapterMap:
         if refused:
             text = f"target_modules: '{_module(refused[0])}' cannot have an adapter; valid: {', '.join(layers)}"
             raise ConfigError(text, code="adapter.unsupported-target")
-        if not self.targets:
-            text = f"exclude_modules={list(self.options.excludes)} leaves no layer with an adapter; remove an entry"
-            raise ConfigError(text, code="adapter.no-target-left")
         if self.options.adapt_vision_tower and not any(is_tower(self.model, name) for name in self.targets):
             of_tower = dict.fromkeys(_layer_name(name) for name in self._layer_of if is_tower(self.model, name))
             raise ConfigError(
@@ -319,6 +316,9 @@ class AdapterMap:
                 f"false, or add layers of the tower to target_modules: {', '.join(of_tower) or 'there is none'}",
                 code="adapter.no-tower-target",
             )
+        if not self.targets:
+            text = f"exclude_modules={list(self.options.excludes)} leaves no layer with an adapter; remove an entry"
+            raise ConfigError(text, code="adapter.no-target-left")
 
 
 def _split_of(layer: str) -> AdapterSplit:

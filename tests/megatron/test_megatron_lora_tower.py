@@ -198,17 +198,17 @@ def test_the_learning_rate_of_the_tower_is_that_of_its_adapters(pool, tmp_path):
 
 
 @pytest.mark.parametrize(
-    ("changes", "code", "named"),
+    ("changes", "named"),
     [
-        ({"targets": ("q_proj",)}, "adapter.no-tower-target", "['q_proj']"),
-        ({"excludes": ("qkv", "proj", "gate_proj", "up_proj", "down_proj", "mlp.0", "mlp.2")}, "adapter.no-tower", "2"),
-        ({"freeze_vision_model": False, "freeze_vision_projection": False}, "adapter.no-tower-target", "there is none"),
-        ({"targets": ("patch_embed.proj",)}, "adapter.no-tower-target", "patch_embed.proj"),
+        ({"targets": ("q_proj",)}, "['q_proj']"),
+        ({"excludes": ("qkv", "proj", "gate_proj", "up_proj", "down_proj", "mlp.0", "mlp.2")}, "mlp.2"),
+        ({"freeze_vision_model": False, "freeze_vision_projection": False}, "there is none"),
+        ({"targets": ("patch_embed.proj",)}, "patch_embed.proj"),
     ],
 )
-def test_keys_without_effect_on_the_tower_are_refused(tmp_path, changes, code, named):
+def test_keys_without_effect_on_the_tower_are_refused(tmp_path, changes, named):
     save_family(tmp_path, "qwen2_5_vl")
-    with raises(code, "lora.adapt_vision_tower=true", named):
+    with raises("adapter.no-tower-target", "lora.adapt_vision_tower=true", named):
         adapter_map(tmp_path, replace(EVERYWHERE, **changes))
 
 
