@@ -124,8 +124,6 @@ def test_accepted_without_a_change(key, value):
         ("trainer.device", "npu", "config.verl-value"),
         ("sync.delta.enable", True, "config.verl-value"),
         ("trainer.replay_order", "batch_order.jsonl", "config.verl-value"),
-        ("actor_rollout_ref.model.lora.freeze_vision_model", False, "config.verl-value"),
-        ("critic.model.lora.freeze_vision_projection", False, "config.verl-value"),
         ("actor_rollout_ref.model.lora.dropout", 0.1, "config.verl-value"),
         (f"{ACTOR}.ppo_micro_batch_size", 8, "config.verl-key: micro_batch_size_per_gpu"),
         (

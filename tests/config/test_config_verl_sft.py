@@ -102,7 +102,6 @@ def test_values_reach_megarls_keys():
         ("engine.fsdp_size", 8, "config.verl-key"),
         ("engine.tensor_parallel_size", 8, "config.unknown-key: megatron.tensor_model_parallel_size"),
         ("optim.optimizer", "muon", "config.verl-value"),
-        ("model.lora.freeze_vision_model", False, "config.verl-value"),
         ("data.custom_cls.path", "own.py", "config.verl-feature"),
         ("data.enable_thinking_key", "think", "config.verl-value: apply_chat_template_kwargs"),
         ("trainer.profile_interval", [1, 2], "config.verl-value"),

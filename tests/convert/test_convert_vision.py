@@ -207,31 +207,50 @@ def test_a_lost_tower_is_an_error(saved, pool, tmp_path):
 
 def adapters_saved(place, model, folder, lora):
     runtime = init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", place.port, device="cpu", timeout_s=60)
-    engine = MegatronEngine(read_model_config(model), ParallelLayout(), runtime, MegatronOptions(lora=lora))
+    config = read_model_config(model).with_trained_tower(bool(lora.tower_keys))
+    engine = MegatronEngine(config, ParallelLayout(), runtime, MegatronOptions(lora=lora))
     try:
         engine.load_hf(model)
         with torch.no_grad():
             for name, parameter in engine.weights.parameters().items():
                 if name.endswith("lora_b"):
                     parameter.copy_(torch.linspace(-1, 1, parameter.numel()).view(parameter.shape))
+                elif not name.endswith("lora_a"):  # trained in full
+                    parameter.add_(0.1)
         begin_save(engine, folder, copy_from=model).finish()
         engine.export_hf(Path(folder) / "merged", source=model)
     finally:
         shutdown_runtime()
 
 
-def test_peft_loads_adapters_of_the_decoder(saved, pool, tmp_path):
+@pytest.mark.parametrize(
+    ("saved", "keys"),
+    [
+        *((family, {}) for family in FAMILIES),
+        ("qwen2_5_vl", {"adapt_vision_tower": True}),
+        ("qwen2_5_vl", {"freeze_vision_model": False}),
+        ("qwen3_5", {"adapt_vision_tower": True, "kind": "dora"}),
+        ("qwen3_vl_moe", {"adapt_vision_tower": True, "freeze_vision_projection": False}),
+    ],
+    indirect=["saved"],
+)
+def test_peft_loads_adapters(saved, pool, tmp_path, keys):
     import peft
 
     folder, model = saved
     has_experts = read_model_config(folder).experts is not None  # transformers has no modules of single experts
-    lora = LoraOptions(rank=2, alpha=4.0, targets=("q_proj", "o_proj") if has_experts else ("all-linear",))
+    targets = ("q_proj", "o_proj", "qkv")[: 2 + bool(keys)] if has_experts else ("all-linear",)
+    lora = LoraOptions(rank=2, alpha=4.0, targets=targets, **keys)
     pool.run(adapters_saved, 1, str(folder), str(tmp_path / "actor"), lora)
     run("megatron-to-peft", tmp_path / "actor", tmp_path / "adapters")
     with warnings.catch_warnings():
         warnings.simplefilter("error")  # peft warns of tensors that are missing
         theirs = peft.PeftModel.from_pretrained(type(model).from_pretrained(folder), tmp_path / "adapters").eval()
-    assert not [name for name, _ in theirs.named_parameters() if "visual" in name and "lora" in name]
+    names = [name for name, _ in theirs.named_parameters() if "visual" in name]
+    assert any("lora" in name for name in names) == lora.adapt_vision_tower
+    assert any("modules_to_save" in name for name in names) != (
+        lora.freeze_vision_model and lora.freeze_vision_projection
+    )
     assert (logits(theirs, folder) - logits(model, folder)).abs().max() > 1e-2
     merged = theirs.merge_and_unload().state_dict()
     exported = transformers.AutoModelForImageTextToText.from_pretrained(tmp_path / "actor" / "merged").state_dict()
@@ -241,7 +260,13 @@ def test_peft_loads_adapters_of_the_decoder(saved, pool, tmp_path):
     # The same adapters from peft's own file.
     theirs = peft.PeftModel.from_pretrained(type(model).from_pretrained(folder), tmp_path / "adapters")
     theirs.save_pretrained(tmp_path / "saved")
-    assert open_source(tmp_path / "saved", folder).adapters is not None
+    assert find_model(str(tmp_path / "actor")).config.vision.trained == bool(lora.tower_keys)
+    for source in ("actor", "saved"):
+        run("megatron-to-hf", tmp_path / source, tmp_path / f"from_{source}", "--model", folder)
+        ours, expected = tensors_of(tmp_path / f"from_{source}"), tensors_of(tmp_path / "actor" / "merged")
+        assert ours.keys() == expected.keys()
+        for name, tensor in ours.items():
+            torch.testing.assert_close(tensor, expected[name], rtol=0, atol=1e-6)
 
 
 @pytest.mark.parametrize("saved", ["qwen2_5_vl"], indirect=True)
