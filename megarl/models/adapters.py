@@ -27,6 +27,8 @@ INITIAL_A = ("kaiming", "xavier")
 """Distributions of A's initial values: uniform as in peft, or normal as in Megatron-Bridge."""
 LORA, DORA = KINDS = ("lora", "dora")
 """Kinds of adapters: ``W + scale * B A``, or with each row of this sum rescaled to a trained magnitude."""
+TOWER_SETTINGS = ("adapt_vision_tower", "freeze_vision_model", "freeze_vision_projection")
+"""Settings of adapters that concern a vision tower, by their keys below ``lora``."""
 A, B, M = "lora_a", "lora_b", "lora_m"
 """Names of an adapter's parameters inside its layer; only DoRA has M."""
 OUTPUT_LAYER = "output_layer"
@@ -93,8 +95,8 @@ class LoraOptions:
     @property
     def tower_keys(self) -> tuple[str, ...]:
         """Settings that train a vision tower, or adapters on it."""
-        pairs = {"adapt_vision_tower": False, "freeze_vision_model": True, "freeze_vision_projection": True}
-        return tuple(f"lora.{n}={str(not off).lower()}" for n, off in pairs.items() if getattr(self, n) is not off)
+        values = {name: getattr(self, name) for name in TOWER_SETTINGS}
+        return tuple(f"lora.{n}={str(v).lower()}" for n, v in values.items() if v != getattr(LoraOptions, n))
 
 
 class AdapterSplit(Enum):

@@ -114,6 +114,12 @@ def test_refused_by_name(key, value, expected):
     assert problem.value == value
 
 
+def test_jobs_on_texts_have_no_adapters_on_a_tower():
+    key = "model.lora.freeze_vision_model"
+    check_problem(problems_of({"model.lora_rank": 8, key: False}, SFTConfig, SFT)[key], "image.text-job")
+    assert problems_of({key: False}, SFTConfig, SFT)[key].code == "adapter.rank-zero"
+
+
 def test_every_key_of_verl_has_a_rule():
     same = set(shared_keys(SFTConfig))
     keys = {*FACTS["defaults"], *(key_of(o) for script in FACTS["scripts"].values() for o in script)}

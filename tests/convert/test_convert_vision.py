@@ -205,6 +205,24 @@ def test_a_lost_tower_is_an_error(saved, pool, tmp_path):
     assert_loads(tmp_path / "found", model)
 
 
+def adapters_continued(place, model, folder, lora, target):
+    """Export a model that continues from adapters in peft's format; with adapters off it is the base model."""
+    runtime = init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", place.port, device="cpu", timeout_s=60)
+    config = read_model_config(model).with_trained_tower(bool(lora.tower_keys))
+    engine = MegatronEngine(config, ParallelLayout(), runtime, MegatronOptions(lora=lora))
+    try:
+        engine.load_hf(model)
+        base = engine.weights.to_host()
+        engine.load_adapters(folder)
+        engine.export_hf(target, source=model)
+        with engine.adapters_off():
+            assert all(
+                torch.equal(param, base[name]) for name, param in engine.weights.stored().items() if name in base
+            )
+    finally:
+        shutdown_runtime()
+
+
 def adapters_saved(place, model, folder, lora):
     runtime = init_runtime(ParallelLayout(), 0, 1, "127.0.0.1", place.port, device="cpu", timeout_s=60)
     config = read_model_config(model).with_trained_tower(bool(lora.tower_keys))
@@ -261,8 +279,10 @@ def test_peft_loads_adapters(saved, pool, tmp_path, keys):
     theirs = peft.PeftModel.from_pretrained(type(model).from_pretrained(folder), tmp_path / "adapters")
     theirs.save_pretrained(tmp_path / "saved")
     assert find_model(str(tmp_path / "actor")).config.vision.trained == bool(lora.tower_keys)
-    for source in ("actor", "saved"):
-        run("megatron-to-hf", tmp_path / source, tmp_path / f"from_{source}", "--model", folder)
+    pool.run(adapters_continued, 1, str(folder), str(tmp_path / "saved"), lora, tmp_path / "from_engine")
+    for source in ("actor", "saved", "engine"):
+        if source != "engine":
+            run("megatron-to-hf", tmp_path / source, tmp_path / f"from_{source}", "--model", folder)
         ours, expected = tensors_of(tmp_path / f"from_{source}"), tensors_of(tmp_path / "actor" / "merged")
         assert ours.keys() == expected.keys()
         for name, tensor in ours.items():
