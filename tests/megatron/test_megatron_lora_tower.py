@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 
 import pytest
 import torch
-from engine_cases import Setup, engine, policy_loss
+from engine_cases import Setup, engine, policy_loss, refusal
 from support.distributed import Place
 from support.expected_errors import raises
 from support.release import of_release
@@ -195,6 +195,15 @@ def test_the_learning_rate_of_the_tower_is_that_of_its_adapters(pool, tmp_path):
     for name in before:
         rate = 1e-3 if name.startswith("visual.") else 1e-2
         torch.testing.assert_close((after[name] - before[name]).abs().max().item(), rate, rtol=1e-3, atol=0)
+
+
+def test_a_checkpoint_of_other_keys_is_refused(pool, tmp_path):
+    folder = Folder(tmp_path / "model", "qwen2_5_vl")
+    setup = Setup(ParallelLayout(), optimizer=ADAM, lora=EVERYWHERE, trained_tower=True)
+    pool.run(stepped, 1, folder.path, setup, folder.rows, folder.images, tmp_path)
+    for lora, key in ((PROJECTION, "freeze_vision_projection=True"), (TOWER_IN_FULL, "lora_rank=3")):
+        (error,) = pool.run(refusal, 1, resumed, folder.path, setup._replace(lora=lora), tmp_path)
+        assert "resume.other-adapters" in error and key in error
 
 
 @pytest.mark.parametrize(
