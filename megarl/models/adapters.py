@@ -139,7 +139,7 @@ class LocalAdapter(NamedTuple):
 
 
 class AdapterMap:
-    """Weight map of the trained parameters of a model with adapters: every A, B and M, and weights trained in full.
+    """Weight map of a model's trained parameters: every A, B and M, and weights trained in full.
 
     Attributes:
         base_shapes: shape of every tensor of the model without adapters.

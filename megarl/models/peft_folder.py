@@ -216,7 +216,7 @@ def _peft_targets(adapters: AdapterMap) -> list[str]:
 
 
 def _saved_module(name: str) -> str:
-    """The module that peft trains in full for a tensor: the scalar head, or a module or block of a vision tower."""
+    """The module that peft trains in full for a tensor: the scalar head, or a part of a vision tower."""
     match = re.match(r".*visual\.(?:\w+\.\d+|\w+)", nested_name(name))
     return "score" if match is None else match[0]
 
