@@ -67,7 +67,7 @@ _SHARED = {
     "actor_rollout_ref.actor.router_replay": "mode",
     "actor_rollout_ref.actor.policy_loss": "clip_cov_lb clip_cov_ratio clip_cov_ub kl_cov_ratio loss_mode ppo_kl_coef",
     "actor_rollout_ref.model": f"external_lib path tokenizer_path {_ADAPTERS}",
-    "actor_rollout_ref.model.lora": "lora_A_init_method type",
+    "actor_rollout_ref.model.lora": "freeze_vision_model freeze_vision_projection lora_A_init_method type",
     "actor_rollout_ref.ref.megatron": _MEGATRON,
     "actor_rollout_ref.rollout.agent": "agent_loop_config_path default_agent_loop num_workers",
     "actor_rollout_ref.rollout": (
@@ -90,7 +90,7 @@ _SHARED = {
     "critic.checkpoint": _CHECKPOINT,
     "critic": "cliprange_value enable loss_agg_mode ppo_epochs ppo_mini_batch_size use_dynamic_bsz",
     "critic.megatron": _MEGATRON,
-    "critic.model.lora": "lora_A_init_method type",
+    "critic.model.lora": "freeze_vision_model freeze_vision_projection lora_A_init_method type",
     "critic.model": f"path {_ADAPTERS}",
     "critic.optim": _OPTIM,
     "data": (
@@ -124,7 +124,7 @@ _SFT_SHARED = {
         "apply_chat_template_kwargs max_length max_token_len_per_gpu messages_key micro_batch_size_per_gpu "
         "train_batch_size train_files train_max_samples truncation use_dynamic_bsz"
     ),
-    "model.lora": "lora_A_init_method type",
+    "model.lora": "freeze_vision_model freeze_vision_projection lora_A_init_method type",
     "model": f"external_lib path tokenizer_path {_ADAPTERS}",
     "optim": _OPTIM,
     "trainer": (

@@ -3,19 +3,13 @@
 A ``torch_dist`` checkpoint of Megatron-Core stores each parameter once and unsplit, under its Megatron name, as rank 0
 of TP 1 holds it. The weight map of an unsplit model therefore gives the location of each Hugging Face tensor; only
 names are translated here: all layers, or all experts of a layer, may be stacked in one tensor.
-
-The arguments in a checkpoint of another program are a pickle. It is searched only for the path of the model folder,
-with every class replaced by an empty one, so that none of its code runs.
 """
 
 from __future__ import annotations
 
-import io
-import pickle
 import re
-import zipfile
 from collections import defaultdict
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import replace
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -25,6 +19,7 @@ import torch
 from megarl.base.checkpoint_files import HF_FOLDER, INDEX, POINTER, read_index
 from megarl.base.errors import CheckpointError, ModelError
 from megarl.base.json_text import parse_json
+from megarl.convert.saved_arguments import model_folders
 from megarl.convert.source import (
     DTYPES,
     HUGGING_FACE,
@@ -60,8 +55,11 @@ from megarl.models.hf_folder import (
 )
 from megarl.models.peft_folder import CONFIG_FILE as ADAPTER_CONFIG
 from megarl.models.peft_folder import AdapterFolder
+from megarl.models.tower_class import TOWER, tower_declarations
 
-_PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)+")
+_PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.|language_model\.)+")
+_TOWER_PREFIX = re.compile(r"^(?:module\.|model\d*\.|actor\.)*(?:visual|vision_model)\.")
+"""Start of the names that Megatron-Bridge gives the parameters of transformers' vision tower."""
 _STATE = re.compile(r"^(?:chained_\d+\.)?optimizer\.|^(?:rng_state|rerun_state_machine_state|opt_param_scheduler)")
 _EXTRA = re.compile(r"(?:^|\.)_extra_state(?:/|$)")
 _LAYERS = "decoder.layers."
@@ -75,10 +73,6 @@ _HALVES = {"_w": 0, "_v": 1}  # gate and up of a fused layer, if saved separatel
 CONFIG = "config.json"
 ROLES = ("actor", "critic", "sft", "reward_model", "preference")
 _PICKLED = ("pytorch_model.bin", "pytorch_model.bin.index.json", "mp_rank_00", "mp_rank_00_000")
-_ARGUMENTS_FILE, _ARGUMENTS_OBJECT = "common.pt", "common_state/"
-"""Place of a checkpoint's arguments: a file of its own, or in Megatron-Core 0.19 an object among the weights."""
-_FOLDER_ARGUMENTS = ("hf_checkpoint", "tokenizer_model", "tokenizer_name_or_path")
-"""Arguments of Megatron-LM, slime and others that may name a Hugging Face folder, the most reliable first."""
 
 
 class _Located(NamedTuple):
@@ -108,6 +102,8 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     index = read_index(path)
     names = [name for name in index.state_dict_metadata if not _STATE.search(name) and not _EXTRA.search(name)]
     stored = stored_tensors(path, index, names)
+    config = config.with_trained_tower(any(map(_TOWER_PREFIX.match, stored)))
+    _check_tower_names(path, config, stored)
     located = _locate_all(path, stored)
     heads = located.get(_OUTPUT, [])
     value_head = bool(heads) and heads[0].shape[0] == 1
@@ -133,12 +129,25 @@ def open_torch_dist(path: Path, config: ModelConfig, companions: Path) -> Checkp
     return source
 
 
+def _check_tower_names(path: Path, config: ModelConfig, stored: Iterable[str]) -> None:
+    """Check that the parameters of a vision tower are those of transformers' module."""
+    declared = {} if config.vision is None else tower_declarations(config.vision)
+    known = {parameter.megatron for parameter in declared}
+    for name in stored:
+        if (full := _TOWER_PREFIX.sub(TOWER, name)) != name and full not in known:
+            raise CheckpointError(
+                f"checkpoint {path}: '{name}' is not a parameter of transformers' vision tower; towers with Megatron's "
+                "layers cannot be read from torch_dist: use the checkpoint's Hugging Face export",
+                code="convert.torch-dist-tower",
+            )
+
+
 def _locate_all(path: Path, stored: Mapping[str, StoredTensor]) -> dict[str, list[_Located]]:
     """Return the stored tensors of each parameter, by its name in the weight map."""
     result: dict[str, list[_Located]] = defaultdict(list)
     for name, tensor in stored.items():
         try:
-            for full, index, row in _names(_PREFIX.sub("", name), tensor.shape):
+            for full, index, row in _names(_PREFIX.sub("", _TOWER_PREFIX.sub(TOWER, name)), tensor.shape):
                 result[full].append(_Located(tensor, index, row))
         except IndexError:
             text = f"checkpoint {path}: '{name}' of shape {list(tensor.shape)} lacks a dimension"
@@ -282,63 +291,6 @@ def _find_model(folder: Path, model: Path | None) -> Path:
     )
 
 
-def model_folders(checkpoint: Path) -> list[Path]:
-    """Return the Hugging Face folders named in a checkpoint's arguments; they may not exist on this machine."""
-    try:
-        with zipfile.ZipFile(_arguments_file(checkpoint)) as archive:
-            name = next(n for n in archive.namelist() if n.endswith("/data.pkl"))
-            with archive.open(name) as stream:
-                common = _EmptyUnpickler(stream).load()
-    except Exception:  # missing or malformed: the file is only a hint
-        return []
-    if isinstance(common, list) and common:  # the object has a list of its values
-        common = common[0]
-    arguments = getattr(common.get("args") if isinstance(common, dict) else None, "__dict__", {})
-    return [
-        Path(arguments[name]) for name in _FOLDER_ARGUMENTS if isinstance(arguments.get(name), str) and arguments[name]
-    ]
-
-
-def _arguments_file(checkpoint: Path) -> Path | io.BytesIO:
-    """Return the file with the checkpoint's arguments, or their bytes among the weights."""
-    if (checkpoint / _ARGUMENTS_FILE).exists():
-        return checkpoint / _ARGUMENTS_FILE
-    places = read_index(checkpoint).storage_data
-    place = next(place for key, place in places.items() if key.fqn.startswith(_ARGUMENTS_OBJECT))
-    with (checkpoint / place.relative_path).open("rb") as file:
-        file.seek(place.offset)
-        return io.BytesIO(file.read(place.length))
-
-
-class _Empty:
-    """Replaces every class of the pickle."""
-
-    def __new__(cls, *arguments: Any, **fields: Any) -> _Empty:
-        return super().__new__(cls)
-
-    def __init__(self, *arguments: Any, **fields: Any) -> None:
-        pass
-
-    def __setstate__(self, state: Any) -> None:
-        if isinstance(state, dict):
-            self.__dict__.update(state)
-
-    def __setitem__(self, key: Any, value: Any) -> None:
-        pass
-
-    def append(self, value: Any) -> None:
-        """Ignore the value."""
-
-
-class _EmptyUnpickler(pickle.Unpickler):  # noqa: S301 - placeholders only, no code
-    def find_class(self, module: str, name: str) -> Any:
-        return _Empty
-
-    def persistent_load(self, pid: Any) -> Any:
-        """Return None: no tensor is read."""
-        return None
-
-
 def open_hugging_face(path: Path) -> CheckpointSource:
     """Open a model folder; its head may be missing, see :attr:`CheckpointSource.lacks`.
 
@@ -423,9 +375,10 @@ def open_adapter_folder(path: Path, model: Path | None = None) -> CheckpointSour
     folder.check_base(base_path)
     base = open_hugging_face(base_path)
     config = base.config.as_reward_model() if SCORE[0] in folder.tensors else base.config
+    config = config.with_trained_tower(any(is_tower(config, name) for name in folder.tensors))
     views = {name: whole_view(name, _stored(name, entry)) for name, entry in folder.tensors.items()}
     bare = CheckpointSource(path, PEFT, config, base_path, {})
-    return _with_carried(with_base(bare, base, views, options_of_folder(folder)))
+    return _with_carried(with_base(bare, base, views, options_of_folder(folder, config)))
 
 
 def open_role(path: Path, config: ModelConfig, companions: Path, model: Path | None = None) -> CheckpointSource:

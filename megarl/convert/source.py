@@ -41,7 +41,7 @@ class StoredAdapters:
     """Low-rank adapters of a checkpoint."""
 
     map: AdapterMap
-    views: Mapping[str, TensorView]  # every A and B, and a scalar head
+    views: Mapping[str, TensorView]  # every A, B and M, and the weights trained in full
     base: Path
 
 
@@ -264,7 +264,7 @@ def with_base(
     """Return a checkpoint of adapters, still without tensors, as the model with the adapters merged.
 
     Args:
-        views: every A, B and M, and a scalar head.
+        views: every A, B and M, and the weights trained in full.
 
     Raises:
         CheckpointError: the adapters are not those of the options, or of another model.
@@ -277,16 +277,17 @@ def with_base(
         if name not in views or views[name].shape != shapes.get(name):
             text = f"{source.path}: '{name}' does not fit the base model {base.path}"
             raise CheckpointError(text, code="convert.adapter-misfit")
-    tensors = {name: _merged(name, adapters, base, views) for name in weights.hf_shapes()}
+    frozen = {**base.tensors, **base.tower}
+    tensors = {}
+    for name in weights.hf_shapes():
+        if name not in views and name not in frozen:
+            raise CheckpointError(f"the base model {base.path} lacks '{name}'", code="convert.adapter-misfit")
+        tensors[name] = views[name] if name in views else _merged(frozen[name], adapters, views)
     return replace(source, tensors=tensors, adapters=StoredAdapters(adapters, views, base.path))
 
 
-def _merged(name: str, adapters: AdapterMap, base: CheckpointSource, views: Mapping[str, TensorView]) -> TensorView:
-    if name in views:
-        return views[name]
-    weight = base.tensors.get(name)
-    if weight is None:
-        raise CheckpointError(f"the base model {base.path} lacks '{name}'", code="convert.adapter-misfit")
+def _merged(weight: TensorView, adapters: AdapterMap, views: Mapping[str, TensorView]) -> TensorView:
+    name = weight.name
     if name not in adapters.targets:
         return weight
     a, b = (views[f"{name.removesuffix('.weight')}.lora_{part}.weight"] for part in "AB")
@@ -315,7 +316,7 @@ def base_of_role(path: Path, document: Mapping[str, Any], model: Path | None) ->
     return folder
 
 
-def options_of_folder(folder: AdapterFolder) -> LoraOptions:
+def options_of_folder(folder: AdapterFolder, model: ModelConfig) -> LoraOptions:
     """Read the options of adapters in peft's format.
 
     Raises:
@@ -324,12 +325,16 @@ def options_of_folder(folder: AdapterFolder) -> LoraOptions:
     folder.check_supported()
     config = folder.config
     layers = [name.removesuffix(".lora_A.weight") for name in folder.tensors if name.endswith(".lora_A.weight")]
+    in_full = [name for name in folder.tensors if is_tower(model, name) and ".lora_" not in name]
     return LoraOptions(
         rank=config["r"],
         alpha=float(config["lora_alpha"]),
         targets=tuple(layers),
         rank_stabilized=config["use_rslora"],
         kind=folder.kind,
+        adapt_vision_tower=any(is_tower(model, layer) for layer in layers),
+        freeze_vision_model=all("merger" in name for name in in_full),
+        freeze_vision_projection=not any("merger" in name for name in in_full),
     )
 
 

@@ -15,10 +15,11 @@ from functools import cached_property
 from typing import NamedTuple
 
 from megarl.base.errors import ConfigError
-from megarl.models.hf_folder import stacked_parts
+from megarl.models.hf_folder import is_tower, stacked_parts
 from megarl.models.layout import ParallelLayout
 from megarl.models.model_config import ModelConfig
 from megarl.models.partition import LocalParam, Piece
+from megarl.models.tower_class import TOWER
 from megarl.models.weight_map import VOCAB_MULTIPLE, Contribution, WeightMap
 
 ALL_LINEAR = "all-linear"
@@ -26,6 +27,8 @@ INITIAL_A = ("kaiming", "xavier")
 """Distributions of A's initial values: uniform as in peft, or normal as in Megatron-Bridge."""
 LORA, DORA = KINDS = ("lora", "dora")
 """Kinds of adapters: ``W + scale * B A``, or with each row of this sum rescaled to a trained magnitude."""
+TOWER_SETTINGS = ("adapt_vision_tower", "freeze_vision_model", "freeze_vision_projection")
+"""Settings of adapters that concern a vision tower, by their keys below ``lora``."""
 A, B, M = "lora_a", "lora_b", "lora_m"
 """Names of an adapter's parameters inside its layer; only DoRA has M."""
 OUTPUT_LAYER = "output_layer"
@@ -33,7 +36,8 @@ _ATTENTION = (
     r"self_attention\.(linear_qkv|linear_proj|linear_q_proj|linear_(q|kv)_(down|up)_proj|in_proj_(qkvz|ba)|out_proj)"
 )
 _MLP = r"mlp\.((shared_experts\.|experts\.local_experts\.\d+\.)?linear_fc[12]|router)"
-_ADAPTED = re.compile(rf"^(decoder\.layers\.\d+\.({_ATTENTION}|{_MLP})|{OUTPUT_LAYER})\.weight$")
+_LAYER_OF_TOWER = rf"{re.escape(TOWER)}(?!pos_embed).+"
+_ADAPTED = re.compile(rf"^(decoder\.layers\.\d+\.({_ATTENTION}|{_MLP})|{OUTPUT_LAYER}|{_LAYER_OF_TOWER})\.weight$")
 _BY_NAME_ONLY = ("router", OUTPUT_LAYER)
 """Layers that ``all-linear`` leaves out, as peft leaves out the output layer."""
 
@@ -51,6 +55,9 @@ class LoraOptions:
         rank_stabilized: multiply by ``alpha / sqrt(rank)`` instead (rsLoRA, https://arxiv.org/abs/2312.03732).
         initial_a: distribution of A's initial values, of :data:`INITIAL_A`; B is zero.
         seed: seed of the initial values.
+        adapt_vision_tower: the targets include layers of the vision tower.
+        freeze_vision_model: leave the vision tower's patch embedding and blocks; otherwise they are trained in full.
+        freeze_vision_projection: likewise its mergers.
     """
 
     rank: int
@@ -61,6 +68,9 @@ class LoraOptions:
     initial_a: str = INITIAL_A[0]
     seed: int = 0
     kind: str = LORA
+    adapt_vision_tower: bool = False
+    freeze_vision_model: bool = True
+    freeze_vision_projection: bool = True
 
     def __post_init__(self) -> None:
         if self.rank < 1:
@@ -81,6 +91,12 @@ class LoraOptions:
     def has_magnitudes(self) -> bool:
         """Whether the rows of an adapted weight have trained magnitudes (DoRA)."""
         return self.kind == DORA
+
+    @property
+    def tower_keys(self) -> tuple[str, ...]:
+        """Settings that train a vision tower, or adapters on it."""
+        values = {name: getattr(self, name) for name in TOWER_SETTINGS}
+        return tuple(f"lora.{n}={str(v).lower()}" for n, v in values.items() if v != getattr(LoraOptions, n))
 
 
 class AdapterSplit(Enum):
@@ -123,7 +139,7 @@ class LocalAdapter(NamedTuple):
 
 
 class AdapterMap:
-    """Weight map of the trained parameters of a model with adapters: every A, B and M, and a scalar head.
+    """Weight map of a model's trained parameters: every A, B and M, and weights trained in full.
 
     Attributes:
         base_shapes: shape of every tensor of the model without adapters.
@@ -141,14 +157,14 @@ class AdapterMap:
         self._check_targets()
 
     def hf_shapes(self) -> dict[str, tuple[int, ...]]:
-        """Return the shape of every A, B and M by peft's name, and of a scalar head."""
+        """Return the shape of every A, B and M by peft's name, and of the weights trained in full."""
         rank, shapes = self.options.rank, dict[str, tuple[int, ...]]()
         for name in self.targets:
             rows, columns = self.base_shapes[name]
             shapes |= {_hf_name(name, "A"): (rank, columns), _hf_name(name, "B"): (rows, rank)}
             if self.options.has_magnitudes:
                 shapes[magnitude_name(name)] = (rows,)
-        return shapes | {name: self.base_shapes[name] for name in self.head}
+        return shapes | {name: self.base_shapes[name] for name in self.in_full}
 
     def is_float32(self, hf_name: str) -> bool:
         """Return whether a tensor is float32 in every weight dtype: none is."""
@@ -156,8 +172,15 @@ class AdapterMap:
 
     @property
     def head(self) -> tuple[str, ...]:
-        """Hugging Face tensors of the scalar head, which is trained whole; empty for a language model."""
+        """Hugging Face tensors of the scalar head; empty for a language model."""
         return tuple(name for name in self.base_shapes if name.startswith("score.")) if self._weights.value_head else ()
+
+    @cached_property
+    def in_full(self) -> tuple[str, ...]:
+        """Hugging Face tensors that are trained in full: a scalar head, and unfrozen parts of the vision tower."""
+        frozen = {True: self.options.freeze_vision_projection, False: self.options.freeze_vision_model}
+        tower = (name for name in self.base_shapes if is_tower(self.model, name) and not frozen["merger" in name])
+        return (*tower, *self.head)
 
     def adapters(self, layout: ParallelLayout, rank: int) -> list[LocalAdapter]:
         """Return the adapters of one training rank."""
@@ -167,14 +190,14 @@ class AdapterMap:
         """Return the trained parameters of one training rank."""
         held = self._weights.megatron_params(layout, rank)
         added = [param for adapter in map(self._adapter, held) if adapter for param in adapter.params]
-        return added + [param for param in held if self._is_head(param)]
+        return added + [param for param in held if self._is_in_full(param)]
 
     def contributions(self, layout: ParallelLayout, rank: int) -> list[Contribution]:
         """Return the :meth:`megatron_params` that a rank contributes to a checkpoint, each element once."""
         result = []
         for contribution in self._weights.contributions(layout, rank):
             param = contribution.param
-            if self._is_head(param):
+            if self._is_in_full(param):
                 result.append(contribution)
             adapter = self._adapter(param)
             if adapter is None:
@@ -217,13 +240,14 @@ class AdapterMap:
             name: None
             for name, shape in self.base_shapes.items()
             if len(shape) == 2
-            and name not in self.head
+            and name not in self.in_full
+            and (options.adapt_vision_tower or not is_tower(self.model, name))
             and (self._matches(name, options.targets) or (ALL_LINEAR in options.targets and name in by_default))
             and not self._matches(name, options.excludes)
         }
 
-    def _is_head(self, param: LocalParam) -> bool:
-        return any(piece.hf_name in self.head for piece in param.pieces)
+    def _is_in_full(self, param: LocalParam) -> bool:
+        return any(piece.hf_name in self.in_full for piece in param.pieces)
 
     def _adapter(self, param: LocalParam) -> LocalAdapter | None:
         """The adapters of a weight; None without any."""
@@ -259,7 +283,8 @@ class AdapterMap:
         return {
             piece.hf_name: param.name.split(".")[-2]
             for param in params
-            if _ADAPTED.match(param.name) and not self._is_head(param)
+            if _ADAPTED.match(param.name) and len(param.shape) == 2 and not self._is_in_full(param)
+            if self.options.adapt_vision_tower or not param.name.startswith(TOWER)
             for piece in param.pieces
             if piece.hf_name != "model.embed_tokens.weight"  # a tied output layer
             if piece.hf_name not in self._stacked  # peft has other adapters for a tensor of all experts
@@ -271,7 +296,11 @@ class AdapterMap:
         return any(name in (module, layer) or module.endswith(f".{name}") for name in modules)
 
     def _check_targets(self) -> None:
-        layers = dict.fromkeys(name.split(".")[-2] for name in self.base_shapes if name in self._layer_of)
+        keys = self.options.tower_keys
+        if keys and self.model.vision is None:
+            text = f"{keys[0]} has no effect: {self.model.architecture} has no vision tower; remove the key"
+            raise ConfigError(text, code="image.no-tower")
+        layers = dict.fromkeys(map(_layer_name, filter(self._layer_of.__contains__, self.base_shapes)))
         for key, names in (("target_modules", self.options.targets), ("exclude_modules", self.options.excludes)):
             for name in names:
                 if name != ALL_LINEAR and not any(self._matches(tensor, (name,)) for tensor in self.base_shapes):
@@ -281,6 +310,14 @@ class AdapterMap:
         if refused:
             text = f"target_modules: '{_module(refused[0])}' cannot have an adapter; valid: {', '.join(layers)}"
             raise ConfigError(text, code="adapter.unsupported-target")
+        if self.options.adapt_vision_tower and not any(is_tower(self.model, name) for name in self.targets):
+            of_tower = dict.fromkeys(_layer_name(name) for name in self._layer_of if is_tower(self.model, name))
+            raise ConfigError(
+                f"lora.adapt_vision_tower=true has no effect: target_modules={list(self.options.targets)} and "
+                f"exclude_modules={list(self.options.excludes)} select no frozen layer of the vision tower; set it to "
+                f"false, or add layers of the tower to target_modules: {', '.join(of_tower) or 'there is none'}",
+                code="adapter.no-tower-target",
+            )
         if not self.targets:
             text = f"exclude_modules={list(self.options.excludes)} leaves no layer with an adapter; remove an entry"
             raise ConfigError(text, code="adapter.no-target-left")
@@ -288,6 +325,8 @@ class AdapterMap:
 
 def _split_of(layer: str) -> AdapterSplit:
     name = layer.rpartition(".")[2]
+    if layer.startswith(TOWER):
+        return AdapterSplit.REPLICATED
     if name in ("linear_proj", "out_proj", "linear_fc2"):
         return AdapterSplit.ROW
     return AdapterSplit.REPLICATED if name == "router" or name.endswith("_down_proj") else AdapterSplit.COLUMN
@@ -298,6 +337,12 @@ def _nearest(name: str, layers: Iterable[str]) -> str:
     valid = list(layers)
     close = difflib.get_close_matches(name, valid, 1, 0.5)
     return (f"; did you mean '{close[0]}'?" if close else ";") + f" valid: {', '.join(valid)}"
+
+
+def _layer_name(hf_name: str) -> str:
+    """The last part of a module's name; with the one before if it is a number."""
+    parts = _module(hf_name).split(".")
+    return ".".join(parts[-2:] if parts[-1].isdigit() else parts[-1:])
 
 
 def _module(hf_name: str) -> str:

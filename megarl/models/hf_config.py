@@ -175,7 +175,7 @@ def _check_trained_tower(config: ModelConfig, layout: ParallelLayout, field: str
         raise ConfigError(
             f"{field}: the first chunk of {layout.describe()} has {layers} decoder layers; the vision tower adds "
             f"features after each of the first {config.vision.deepstack}, and its gradient stays within the chunk. Set "
-            f"{field}.num_layers_in_first_pipeline_stage, fewer stages, or freeze_vision_tower=true",
+            f"{field}.num_layers_in_first_pipeline_stage, fewer stages, or freeze the tower",
             code="layout.tower-features",
         )
 

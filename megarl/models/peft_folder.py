@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -176,6 +177,8 @@ def _read_config(file: Path) -> dict[str, Any]:
 def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:
     """Build the contents of ``adapter_config.json``; ``base`` is the base model's folder or hub name."""
     options, head = adapters.options, adapters.head
+    vision = adapters.model.vision
+    in_full = dict.fromkeys(map(_saved_module, adapters.in_full))
     return {
         "peft_type": "LORA",
         "task_type": "CAUSAL_LM" if not head else "TOKEN_CLS" if adapters.model.has_head_bias else "SEQ_CLS",
@@ -188,9 +191,9 @@ def peft_config(adapters: AdapterMap, base: str | None) -> dict[str, Any]:
         "bias": "none",
         "fan_in_fan_out": False,
         "target_modules": _peft_targets(adapters),
-        # The tower's layers may have the names of the decoder's.
-        **({} if adapters.model.vision is None else {"exclude_modules": _TOWER}),
-        "modules_to_save": ["score"] if head else None,
+        # Layers of a frozen tower, which the map lacks, may have the names of the decoder's.
+        **({} if vision is None or vision.trained else {"exclude_modules": _TOWER}),
+        "modules_to_save": list(in_full) or None,
         "inference_mode": True,
     }
 
@@ -208,7 +211,14 @@ def _peft_targets(adapters: AdapterMap) -> list[str]:
     )
     others = set(every) - set(adapted)
     ambiguous = {name.rpartition(".")[2] for name in others}
-    return list(dict.fromkeys(name if (last := name.rpartition(".")[2]) in ambiguous else last for name in adapted))
+    lasts = ((name, name.rpartition(".")[2]) for name in adapted)
+    return list(dict.fromkeys(name if last in ambiguous or last.isdigit() else last for name, last in lasts))
+
+
+def _saved_module(name: str) -> str:
+    """The module that peft trains in full for a tensor: the scalar head, or a part of a vision tower."""
+    match = re.match(r".*visual\.(?:\w+\.\d+|\w+)", nested_name(name))
+    return "score" if match is None else match[0]
 
 
 def _text(value: Any) -> str:

@@ -264,6 +264,9 @@ def lora_options(model: AdapterKeys, seed: int) -> LoraOptions | None:
         initial_a=model.lora.lora_A_init_method,
         seed=seed,
         kind=model.lora.type,
+        adapt_vision_tower=model.lora.adapt_vision_tower,
+        freeze_vision_model=model.lora.freeze_vision_model,
+        freeze_vision_projection=model.lora.freeze_vision_projection,
     )
 
 
@@ -290,7 +293,7 @@ def check_adapters(
     _check_frozen_routers(megatron, keys)
     _check_grouped_experts(megatron, "megatron", f"{field}.lora_rank={keys.lora_rank}")
     try:
-        adapters = AdapterMap(WeightMap(model, value_head), options)
+        adapters = AdapterMap(WeightMap(model.with_trained_tower(keys.trains_tower), value_head), options)
         adapters.check_layout(layout_of(megatron))
         if keys.lora_adapter_path is not None:
             folder = AdapterFolder(keys.lora_adapter_path)

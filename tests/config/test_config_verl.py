@@ -125,9 +125,8 @@ def test_accepted_without_a_change(key, value):
         ("trainer.device", "npu", "config.verl-value"),
         ("sync.delta.enable", True, "config.verl-value"),
         ("trainer.replay_order", "batch_order.jsonl", "config.verl-value"),
-        ("actor_rollout_ref.model.lora.freeze_vision_model", False, "config.verl-value"),
-        ("critic.model.lora.freeze_vision_projection", False, "config.verl-value"),
         ("actor_rollout_ref.model.lora.dropout", 0.1, "config.verl-value"),
+        ("actor_rollout_ref.model.lora.freeze_language_model", False, "config.verl-value"),
         (f"{ACTOR}.ppo_micro_batch_size", 8, "config.verl-key: micro_batch_size_per_gpu"),
         (f"{ACTOR}.router_replay.record_file", "routes.pt", "config.verl-value"),
         ("actor_rollout_ref.ref.router_replay.mode", "R2", "config.verl-feature"),
@@ -173,10 +172,17 @@ def test_adapters_have_verls_keys_of_both_of_its_sections():
     assert (config.actor_rollout_ref.model.lora_rank, config.actor_rollout_ref.model.lora_alpha) == (8, 32)
 
 
-@pytest.mark.parametrize(("kind", "expected"), [("canonical_lora", "lora"), ("dora", "dora")])
-def test_adapters_have_verls_kinds(kind, expected):
+@pytest.mark.parametrize(
+    ("kind", "expected", "trains_tower"),
+    [("canonical_lora", "lora", False), ("dora", "dora", False), ("vlm_lora", "lora", True)],
+)
+def test_adapters_have_verls_kinds(kind, expected, trains_tower):
     model = "critic.model"
-    config = build(TrainConfig, with_keys({f"{model}.lora_rank": 8, f"{model}.lora.type": kind}))
+    values = {f"{model}.lora_rank": 8, f"{model}.lora.type": kind}
+    if trains_tower:
+        values |= {f"{model}.lora.freeze_vision_model": False, f"{model}.lora.freeze_vision_projection": True}
+    config = build(TrainConfig, with_keys(values))
+    assert config.critic.model.trains_tower is trains_tower
     assert config.critic.model.lora.type == expected
 
 
@@ -193,6 +199,7 @@ def test_adapters_need_no_layout_of_the_reference():
         ("critic.model.lora.type", "dora", "adapter.rank-zero: critic.model.lora_rank=0"),
         ("actor_rollout_ref.model.lora.use_rslora", True, "adapter.rank-zero: actor_rollout_ref.model.lora_rank=0"),
         ("critic.model.lora_adapter_path", "adapter", "adapter.rank-zero: critic.model.lora_rank=0"),
+        ("critic.model.lora.freeze_vision_model", False, "adapter.rank-zero: critic.model.lora_rank=0"),
         ("actor_rollout_ref.model.lora_rank", -1, "config.value-out-of-limits: >= 0"),
     ],
 )

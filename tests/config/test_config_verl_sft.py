@@ -102,7 +102,6 @@ def test_values_reach_megarls_keys():
         ("engine.fsdp_size", 8, "config.verl-key"),
         ("engine.tensor_parallel_size", 8, "config.unknown-key: megatron.tensor_model_parallel_size"),
         ("optim.optimizer", "muon", "config.verl-value"),
-        ("model.lora.freeze_vision_model", False, "config.verl-value"),
         ("data.custom_cls.path", "own.py", "config.verl-feature"),
         ("data.enable_thinking_key", "think", "config.verl-value: apply_chat_template_kwargs"),
         ("trainer.profile_interval", [1, 2], "config.verl-value"),
@@ -113,6 +112,12 @@ def test_refused_by_name(key, value, expected):
     problem = problems_of({key: value}, SFTConfig, SFT)[key]
     check_problem(problem, expected)
     assert problem.value == value
+
+
+def test_jobs_on_texts_have_no_adapters_on_a_tower():
+    key = "model.lora.freeze_vision_model"
+    check_problem(problems_of({"model.lora_rank": 8, key: False}, SFTConfig, SFT)[key], "image.text-job")
+    assert problems_of({key: False}, SFTConfig, SFT)[key].code == "adapter.rank-zero"
 
 
 def test_every_key_of_verl_has_a_rule():

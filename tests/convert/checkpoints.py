@@ -49,12 +49,16 @@ def assert_same(first: Path, second: Path) -> None:
 
 
 def _engine(
-    place: Place, model: str, layout: ParallelLayout, value_head: bool, optimizer: OptimizerOptions | None = None
+    place: Place,
+    model: str,
+    layout: ParallelLayout,
+    value_head: bool,
+    optimizer: OptimizerOptions | None = None,
+    trained_tower: bool = False,
 ) -> MegatronEngine:
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60)
-    return MegatronEngine(
-        read_model_config(model), layout, runtime, MegatronOptions(value_head=value_head, optimizer=optimizer)
-    )
+    config = read_model_config(model).with_trained_tower(trained_tower)
+    return MegatronEngine(config, layout, runtime, MegatronOptions(value_head=value_head, optimizer=optimizer))
 
 
 def save_role(place: Place, model: str, folder: str, layout: ParallelLayout, value_head: bool = False) -> None:

@@ -15,7 +15,7 @@ from support.expected_errors import raises
 from torch.distributed.checkpoint import DefaultSavePlanner
 from torch_dist_cases import SaveFormat, save_engine_torch_dist, save_torch_dist
 
-from megarl.convert.open import model_folders
+from megarl.convert.saved_arguments import model_folders
 from megarl.convert.stored import locate_tensor
 from megarl.models import ParallelLayout
 

@@ -5,7 +5,9 @@ from __future__ import annotations
 import argparse
 import multiprocessing
 import queue
+from collections.abc import Mapping
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import torch
@@ -16,8 +18,10 @@ from megarl.megatron import MegatronEngine, MegatronOptions, init_runtime, shutd
 from megarl.megatron.layers.activations import SwiGLU
 from megarl.megatron.layers.lora import global_naming
 from megarl.megatron.runtime import cuda_on_cpu
-from megarl.models import ParallelLayout, WeightMap
+from megarl.models import ModelFolder, ParallelLayout, WeightMap, read_model_config
 from megarl.models.hf_checkpoint import HFReader, load_local
+from megarl.models.hf_folder import tensor_entries
+from megarl.models.tower_class import TOWER
 
 
 class SaveFormat(NamedTuple):
@@ -51,18 +55,29 @@ def save_torch_dist(place: Place, model: str, folder: str, save_format: SaveForm
         shutdown_runtime()
 
 
-def save_engine_torch_dist(place: Place, model: str, folder: str, layout: ParallelLayout) -> None:
-    """Save from the model of megarl's engine, for architectures whose stock layers need CUDA kernels."""
-    reader = HFReader(model)
+def save_engine_torch_dist(
+    place: Place, model: str, folder: str, layout: ParallelLayout, starts: Mapping[str, str] = MappingProxyType({})
+) -> None:
+    """Save from the model of megarl's engine, for architectures whose stock layers need CUDA kernels.
+
+    Args:
+        starts: starts of names to replace; with that of a tower, the tower is saved too.
+    """
+    config = read_model_config(model).with_trained_tower(TOWER in starts)
+    reader = HFReader(ModelFolder(Path(model), config, tensor_entries(Path(model))))
     runtime = init_runtime(layout, place.rank, place.world_size, "127.0.0.1", place.port, device="cpu", timeout_s=60)
     try:
-        (module,) = MegatronEngine(reader.config, layout, runtime, MegatronOptions()).chunks
+        (module,) = MegatronEngine(config, layout, runtime, MegatronOptions()).chunks
         with cuda_on_cpu.active():
             _fill(module, reader, layout, place.rank)
             for part in module.modules():
                 if isinstance(part, SwiGLU):  # Megatron reads the state of every part of an MLP; this one has none
                     part.sharded_state_dict = lambda *names, **options: {}
-            _save(dict(module.sharded_state_dict()), folder)
+            state: dict[str, Any] = dict(module.sharded_state_dict())
+            for entry in state.values():
+                start = next((start for start in starts if entry.key.startswith(start)), "")
+                entry.key = starts.get(start, "") + entry.key.removeprefix(start)
+            _save(state, folder)
     finally:
         shutdown_runtime()
 

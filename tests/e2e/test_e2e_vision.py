@@ -87,17 +87,26 @@ def test_a_trained_tower_is_synced_exported_and_resumed(arguments, squares, star
     assert run.wait() != 0 and "vision.trained" in run.output
 
 
-def test_ppo_beside_generation(arguments, start):
-    """A critic that sees the pictures, a pipeline, adapters, and generation beside training; the prompts in flight of
-    a checkpoint have their pictures."""
+def test_ppo_beside_generation(arguments, squares, start):
+    """A critic that sees the pictures, a pipeline, adapters on towers too, and generation beside training; the prompts
+    in flight of a checkpoint have their pictures."""
     keys = ("algorithm.adv_estimator=gae", f"{ACTOR}.use_kl_loss=false", "algorithm.use_kl_in_reward=true")
     layout = (f"{ACTOR}.megatron.tensor_model_parallel_size=1", f"{ACTOR}.megatron.pipeline_model_parallel_size=2")
-    mode = ("async_training.mode=colocated", "async_training.max_staleness=0", "actor_rollout_ref.model.lora_rank=4")
+    mode = ("async_training.mode=colocated", "async_training.max_staleness=0", f"{ACTOR}.freeze_vision_tower=false")
+    models = ("actor_rollout_ref.model", "critic.model")
+    lora = [f"{model}.{key}" for model in models for key in ("lora_rank=4", "lora.adapt_vision_tower=true")]
+    lora.append("actor_rollout_ref.model.lora.freeze_vision_projection=false")
     shown = ("trainer.test_freq=2", "trainer.log_val_generations=2")
-    run = start(*arguments, *keys, *layout, *mode, *shown)
+    run = start(*arguments, *keys, *layout, *mode, *lora, *shown, "trainer.hf_export_dir=export")
     files = finished(run)
     assert run.output.count("question user <image>How many squares?") == 2
     assert all(row["critic/grad_norm"] > 0 for row in files.steps.values())
+    unchanged, tower = unchanged_tensors(squares, files)
+    assert {name for name in tower - unchanged if "merger" in name} == {name for name in tower if "merger" in name}
+    layers = {name for name in tower if name.endswith(("qkv.weight", "proj.weight")) and "patch_embed" not in name}
+    assert layers and unchanged & tower == {name for name in tower - layers if "merger" not in name}
+    penalties = [files.steps[step]["actor/reward_kl_penalty"] for step in (1, 2)]
+    assert penalties[0] == 0 != penalties[1]
 
     checkpoint = next(files.folder.rglob("global_step_1"))
     in_flight = TrainerState.read(checkpoint).rollout["groups"]
@@ -106,7 +115,7 @@ def test_ppo_beside_generation(arguments, start):
         [(file, *_, key)] = group["facts"]["images"]
         assert image_key(file) == key
     resume = ("trainer.resume_mode=resume_path", f"trainer.resume_from_path={checkpoint}")
-    run = start(*arguments, *keys, *layout, *mode, *shown, *resume)
+    run = start(*arguments, *keys, *layout, *mode, *lora, *shown, *resume)
     assert run.wait() == 0, run.output
     assert same_training(RunFiles(run.folder, "vision").steps[2]) == same_training(files.steps[2])
 

@@ -59,18 +59,24 @@ class Folder:
 
     def reference(self) -> Reference:
         """Log-probs and entropies of each row, and all gradients by checkpoint name."""
-        outputs, loss = [], torch.zeros(())
-        for row in self.rows:
-            log_probs, entropy = self._row(row)
-            loss = loss - (log_probs * row.weights).sum() - 0.3 * (entropy * row.weights).sum()
-            outputs.append((log_probs.detach(), entropy.detach()))
-        loss.backward()
+        outputs = self.backward()
         grads = {plain_name(name): parameter.grad for name, parameter in self.model.named_parameters()}
         decoder = {name: grad for name, grad in grads.items() if not name.startswith("visual.")}
         tower = {name: grad for name, grad in grads.items() if name.startswith("visual.")}
         return outputs, in_checkpoint_names(decoder, self.family) | tower
 
-    def _row(self, row: Row) -> tuple[Tensor, Tensor]:
+    def backward(self) -> list[tuple[Tensor, Tensor]]:
+        """Log-probs and entropies of each row; gradients of their loss are in the model."""
+        outputs, loss = [], torch.zeros(())
+        for row in self.rows:
+            log_probs, entropy = self.outputs(row)
+            loss = loss - (log_probs * row.weights).sum() - 0.3 * (entropy * row.weights).sum()
+            outputs.append((log_probs.detach(), entropy.detach()))
+        loss.backward()
+        return outputs
+
+    def outputs(self, row: Row) -> tuple[Tensor, Tensor]:
+        """Log-probs and entropies of a row's response."""
         ids = torch.cat([row.prompt, row.response])
         spans, by_key = image_spans(ids.numpy()), {image.key: image for image in self.images}
         tokens = torch.tensor(with_placeholders(ids.tolist(), IMAGE))[None]

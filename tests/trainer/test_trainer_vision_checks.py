@@ -38,7 +38,7 @@ def config(path, teacher=None, **keys: Any):
         {
             "data": {"train_files": "x.parquet", "train_batch_size": 8},
             "actor_rollout_ref": {
-                "model": {"path": str(path), "lora_rank": keys.get("lora", 0)},
+                "model": {"path": str(path), "lora_rank": keys.get("lora", 0), "lora": keys.get("keys", {})},
                 "actor": actor,
                 "rollout": {"n": 2, "name": "embedded"},
             },
@@ -66,6 +66,16 @@ def test_a_tower_may_be_frozen_or_trained(folder):
     check_learners(config(folder, freeze=False, lora=4), weights=False)
 
 
+TOWER_KEYS = ({"adapt_vision_tower": True}, {"freeze_vision_model": False}, {"freeze_vision_projection": False})
+
+
+@pytest.mark.parametrize("keys", TOWER_KEYS)
+def test_keys_of_adapters_train_the_tower(folder, keys):
+    check_learners(config(folder, freeze=False, lora=4, keys=keys, factor=0.5), weights=True)
+    with raises("image.frozen-tower", "actor_rollout_ref.actor.freeze_vision_tower=true"):
+        check_learners(config(folder, lora=4, keys=keys), weights=False)
+
+
 @pytest.mark.parametrize(("freeze", "lora"), [(True, 0), (False, 4)])
 def test_a_learning_rate_without_a_trained_tower_is_refused(folder, freeze, lora):
     with raises("image.no-trained-tower", "actor_rollout_ref.actor.vision_lr_factor=0.5"):
@@ -78,6 +88,8 @@ def test_layers_with_features_of_a_trained_tower_are_in_the_first_chunk(tmp_path
     with raises("layout.tower-features", "actor_rollout_ref.actor.megatron", "first 2"):
         check_learners(config(tmp_path, pp=4, freeze=False), weights=False)
     check_learners(config(tmp_path, pp=2, freeze=False), weights=False)
+    with raises("layout.tower-features", "actor_rollout_ref.actor.megatron", "first 2"):
+        check_learners(config(tmp_path, pp=4, freeze=False, lora=4, keys=TOWER_KEYS[0]), weights=False)
 
 
 @pytest.mark.parametrize("name", ["sglang", "embedded"])
@@ -100,6 +112,9 @@ def test_a_model_without_a_tower_does_not_freeze_it(folder, tmp_path):
     raw |= {"architectures": ["Qwen2ForCausalLM"], "rope_parameters": {"rope_type": "default", "rope_theta": 10000.0}}
     (text / "config.json").write_text(json.dumps(raw), encoding="utf-8")
     check_learners(config(text, freeze=False), weights=False)
+    for keys in TOWER_KEYS:
+        with raises("image.no-tower", f"actor_rollout_ref.model.lora.{next(iter(keys))}="):
+            check_learners(config(text, freeze=False, lora=4, keys=keys), weights=False)
     with raises("image.no-tower", "actor_rollout_ref.actor.freeze_vision_tower=true", text):
         check_learners(config(text), weights=False)
     with raises("image.other-processor", "distillation.teacher_models.t.model_path", "image_token_id", 120, None):

@@ -240,6 +240,12 @@ def adapters(config: TrainConfig | SupervisedConfig) -> Iterator[Problem]:
     """Check the adapters of each role that trains."""
     if isinstance(config, SupervisedConfig):
         yield from _role(config.model, "model")
+        lora = config.model.lora
+        for name in ("adapt_vision_tower", "freeze_vision_model", "freeze_vision_projection"):
+            value = getattr(lora, name)
+            if config.model.lora_rank and value != getattr(LoraConfig, name):
+                text = "this job trains on texts alone, and computes no vision tower; remove the key"
+                yield Problem(f"model.lora.{name}", value, text, code="image.text-job")
         if isinstance(config, PreferenceConfig):
             yield from _reference(config.model, "model", config.loss.uses_reference)
         else:

@@ -92,7 +92,7 @@ class ActorRolloutRefConfig(PolicyConfig):
     @property
     def trains_tower(self) -> bool:
         """See :class:`PolicyConfig`."""
-        return not self.actor.freeze_vision_tower and not self.model.lora_rank
+        return self.model.trains_tower if self.model.lora_rank else not self.actor.freeze_vision_tower
 
 
 @dataclass(frozen=True)

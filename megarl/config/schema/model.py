@@ -86,6 +86,21 @@ class LoraConfig:
         "Initial values of A: uniform as in peft (kaiming), or normal as in Megatron-Bridge (xavier). B starts at 0.",
         choices=("kaiming", "xavier"),
     )
+    adapt_vision_tower: bool = key(
+        False,
+        "Select `target_modules` also in the vision tower of a model with images; false = in the decoder alone. With "
+        "all-linear these are all linear layers of the tower that are not trained in full.",
+    )
+    freeze_vision_model: bool = key(
+        True,
+        "Leave the weights of the vision tower's patch embedding and blocks; false = train them in full beside the "
+        "adapters.",
+    )
+    freeze_vision_projection: bool = key(
+        True,
+        "Leave the weights of the vision tower's mergers, which project features to the decoder; false = train them "
+        "in full beside the adapters.",
+    )
     reference: str = key(
         "base",
         "Reference policy of the KL term: the model without adapters (base), or with those of `lora_adapter_path` "
@@ -114,6 +129,12 @@ class AdapterKeys:
         "adapters.",
     )
     lora: LoraConfig = section(LoraConfig)
+
+    @property
+    def trains_tower(self) -> bool:
+        """Whether a vision tower has trained adapters or weights."""
+        unfrozen = not (self.lora.freeze_vision_model and self.lora.freeze_vision_projection)
+        return bool(self.lora_rank) and (self.lora.adapt_vision_tower or unfrozen)
 
 
 @dataclass(frozen=True)

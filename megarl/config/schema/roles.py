@@ -111,7 +111,7 @@ class ActorConfig(UpdateBatchConfig):
     freeze_vision_tower: bool = key(
         False,
         "Leave the vision tower of a model with images as it is; refused for other models. With `lora_rank` it is "
-        "always left: adapters are on the decoder alone.",
+        "left in any case, unless keys of `model.lora` train it.",
     )
     vision_lr_factor: float = key(
         1.0, "Learning rate of a trained vision tower, as a multiple of `optim.lr`; 1 without one.", above=0

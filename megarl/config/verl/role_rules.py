@@ -21,7 +21,6 @@ _ADAM = (
 _FLOAT32 = "the optimizer state is float32, as in Megatron with this key and default dtypes"
 _SEEDS = "every rank draws from trainer.seed"
 _MERGED = "weights are merged while they are sent to the engine"
-_FROZEN_TOWER = "adapters are on the decoder alone, and the vision tower stays as it is"
 _ACTOR_REPLAYS = "only the actor's update replays routes: set actor_rollout_ref.actor.router_replay.mode"
 _NO_FILES = "routes travel with the samples, not through files"
 
@@ -143,15 +142,14 @@ _LORA: dict[str, Rule] = {
     "lora.lora_B_init_method": Only(("zero",), "B starts at zero, so that the first policy is the base model"),
     "lora.a2a_experimental": Only((False,), "the token dispatcher is all-to-all"),
     "lora.dtype": Refused("adapters have the weights' number format, megatron.dtype, and float32 optimizer state"),
-    **_each("lora.freeze_vision_model lora.freeze_vision_projection", Only((True,), _FROZEN_TOWER)),
-    "lora.freeze_language_model": NoEffect("only adapters are trained"),
+    "lora.freeze_language_model": Only((True,), "with adapters the decoder's own weights stay frozen"),
 }
 _MODEL |= _LORA
 
 ADAPTER_KIND = Values(meanings={"canonical_lora": "lora", "vlm_lora": "lora"})
 """verl's values of `lora.type`: each Hugging Face tensor always has an A and a B, also in Megatron's fused layers.
 
-Adapters are always on the decoder alone, as with `vlm_lora` and a frozen vision model.
+The keys `lora.freeze_vision_*`, which verl reads with `vlm_lora`, hold for all kinds.
 """
 
 OPTIM_MEANINGS: Mapping[str, Mapping[Any, Any]] = {

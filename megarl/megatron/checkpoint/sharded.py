@@ -54,6 +54,7 @@ from megarl.megatron.engine.optimizer import (
 from megarl.megatron.runtime import cuda_on_cpu
 from megarl.megatron.runtime.memory import TensorMemory
 from megarl.megatron.runtime.process_groups import all_ranks_or_raise
+from megarl.models.adapters import TOWER_SETTINGS
 from megarl.models.hf_writer import NO_FILES, write_companions
 from megarl.models.weight_map import Contribution
 
@@ -324,6 +325,7 @@ def _check_fits(
 def _check_adapters(engine: MegatronEngine, folder: Path, state: RoleState) -> None:
     """Reject adapters of another rank, scale or kind, or of another base model; rank 0 identifies the base model."""
     keys = {"lora_rank": "rank", "lora_alpha": "alpha", "lora.use_rslora": "rank_stabilized", "lora.type": "kind"}
+    keys |= {f"lora.{name}": name for name in TOWER_SETTINGS}
     for key, name in keys.items():
         saved, here = (getattr(options, name, 0) for options in (state.lora, engine.options.lora))
         if saved != here:

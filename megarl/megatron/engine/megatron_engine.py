@@ -228,12 +228,13 @@ class MegatronEngine:
             return self._runner.without_features(self.offload_manager.weights.swapped(copy))
         assert self._adapters is not None, "the model has no adapters"
         self.weights.gather_pending()
-        return self._adapters.swapped(copy)
+        return self._runner.without_features(self._adapters.swapped(copy))
 
     def adapters_off(self) -> AbstractContextManager[None]:
-        """Compute without adapters within the context: the reference policy of a model with LoRA."""
+        """Compute with the base model within the context, as the reference policy of LoRA; may communicate."""
         assert self._adapters is not None, "the model has no adapters"
-        return self._adapters.off()
+        self.weights.gather_pending()
+        return self._runner.without_features(self._adapters.off())
 
     # ---- computing
 

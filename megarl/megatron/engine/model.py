@@ -26,12 +26,11 @@ from megatron.core.transformer.transformer_block import TransformerBlockSubmodul
 from megatron.core.transformer.transformer_config import TransformerConfig
 from torch import Tensor
 
-from megarl.megatron.engine.optimizer import VISION
 from megarl.megatron.engine.options import MegatronOptions, build_transformer_config
 from megarl.megatron.layers.activations import GeGLU, SwiGLU
 from megarl.megatron.layers.context_parallel import MicroBatchPart
 from megarl.megatron.layers.gated_delta_net import delta_net_spec
-from megarl.megatron.layers.images import DeepstackLayer, trained_features
+from megarl.megatron.layers.images import AVERAGED, VISION, DeepstackLayer, trained_features
 from megarl.megatron.layers.kernels import check_fusions, packed_attention, uses_transformer_engine
 from megarl.megatron.layers.mla import latent_attention_spec
 from megarl.megatron.layers.moe import expert_layer_spec, mark_experts
@@ -263,8 +262,7 @@ def _trained_tower(model: ModelConfig, runtime: Runtime, options: MegatronOption
     for parameter in tower.parameters():
         # Under sequence parallelism each rank has the gradients of its tokens' features. Otherwise the ranks' gradients
         # are equal up to the order of sums on the device, and the average keeps their weights equal.
-        mark = "sequence_parallel" if options.sequence_parallel else "average_gradients_across_tp_domain"
-        setattr(parameter, mark, True)
+        setattr(parameter, "sequence_parallel" if options.sequence_parallel else AVERAGED, True)
         setattr(parameter, VISION, True)
     return tower
 

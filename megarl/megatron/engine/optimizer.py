@@ -25,10 +25,9 @@ from torch import Tensor, nn
 
 from megarl.algorithms import LearningRateSchedule, learning_rate
 from megarl.base.errors import CheckpointError
+from megarl.megatron.layers.images import VISION
 
 MOMENTS = ("exp_avg", "exp_avg_sq")
-VISION = "is_vision_tower"
-"""Mark on the parameters of a trained vision tower."""
 MASTER = "master"
 """Float32 weights that the optimizer keeps in addition to half-precision ones."""
 

@@ -47,11 +47,9 @@ class RankWeights:
         self._params = {rename(name): param for rename, params in named for name, param in params}
         self._trained = self._params
         if adapters is not None:
-            added = adapters.parameters()
-            held = {id(param) for param in added.values()}
-            self._params = {name: param for name, param in self._params.items() if id(param) not in held}
-            heads = self._params.keys() & {"output_layer.weight", "output_layer.bias"} if weight_map.value_head else ()
-            self._trained = added | {name: self._params[name] for name in sorted(heads)}
+            self._trained = adapters.parameters()
+            added = {id(param) for name, param in self._trained.items() if name not in self._params}
+            self._params = {name: param for name, param in self._params.items() if id(param) not in added}
         self._adapters = adapters
         self._dtype = chunks[0].config.params_dtype
         self._map = weight_map
@@ -109,7 +107,7 @@ class RankWeights:
             text = f"weight map has no entry for the model's parameters {sorted(absent)}"
             raise ModelError(text, code="model.weight-map-missing")
         if self._adapters is not None:
-            self._adapters.reset_magnitudes(self._params)
+            self._adapters.begin(self._params)
 
     @torch.no_grad()
     def load_adapters(self, folder: ModelFolder, trained: AdapterMap) -> None:

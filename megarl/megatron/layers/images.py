@@ -10,6 +10,13 @@ from torch import Tensor, nn
 
 from megarl.models.vision_tower import ImageRows, TowerInput, tower_features
 
+VISION = "is_vision_tower"
+"""Mark on the parameters of a trained vision tower."""
+AVERAGED = "average_gradients_across_tp_domain"
+"""Megatron's mark on parameters whose gradients it averages over the tensor-parallel ranks."""
+TOWER_MARKS = (VISION, AVERAGED)
+"""Marks that adapters of a vision tower take from their weight."""
+
 
 class DeepstackLayer(TransformerLayer):
     """A transformer layer after which features of images are added (DeepStack, https://arxiv.org/abs/2406.04334)."""

@@ -6,6 +6,8 @@ import contextlib
 import math
 import re
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager
+from functools import partial
 from typing import Any
 
 import torch
@@ -22,6 +24,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from megarl.base.seeds import derive_seed
+from megarl.megatron.layers.images import TOWER_MARKS
 from megarl.megatron.runtime.process_groups import Runtime
 from megarl.models import LocalParam, ModelConfig, canonical_name
 from megarl.models.adapters import OUTPUT_LAYER, A, AdapterMap, AdapterSplit, B, LocalAdapter, M
@@ -76,6 +79,9 @@ class LowRankAdapter(nn.Module):
         self.register_buffer("rows", rows, persistent=False)
         self.register_buffer("owned", owned, persistent=False)
         self._mark(weight, local.is_expert)
+        for mark in filter(partial(hasattr, weight), TOWER_MARKS):
+            for param in self.parameters():
+                setattr(param, mark, True)
 
     def _mark(self, weight: nn.Parameter, is_expert: bool) -> None:
         """Set Megatron's marks: an expert's replicas, gradients to sum, and tensors that the norm counts once."""
@@ -207,18 +213,20 @@ class _Scaled(torch.autograd.Function):
 
 
 class Adapters:
-    """All adapters of a pipeline stage.
+    """All adapters of a pipeline stage, and the weights that are trained in full beside them.
 
     Args:
         layers: the adapter of each adapted weight, by the weight's name in the weight map.
+        in_full: the weights trained in full, by name.
     """
 
-    def __init__(self, layers: Mapping[str, LowRankAdapter]) -> None:
-        self._layers = layers
+    def __init__(self, layers: Mapping[str, LowRankAdapter], in_full: Mapping[str, nn.Parameter]) -> None:
+        self._layers, self._in_full = layers, in_full
+        self._base: dict[str, Tensor] = {}
 
     def parameters(self) -> dict[str, nn.Parameter]:
-        """Return A, B and M of every adapted layer, by their names in :class:`~megarl.models.adapters.AdapterMap`."""
-        params: dict[str, nn.Parameter] = {}
+        """Return the trained parameters, by their names in :class:`~megarl.models.adapters.AdapterMap`."""
+        params: dict[str, nn.Parameter] = dict(self._in_full)
         for weight, layer in self._layers.items():
             name = weight.removesuffix(".weight")
             params |= {f"{name}.{A}": layer.a, f"{name}.{B}": layer.b}
@@ -226,18 +234,23 @@ class Adapters:
                 params[f"{name}.{M}"] = layer.m
         return params
 
-    def reset_magnitudes(self, weights: Mapping[str, Tensor]) -> None:
-        """Set DoRA's magnitudes to the norms of the rows, once the weights are loaded; may communicate."""
+    def begin(self, weights: Mapping[str, Tensor]) -> None:
+        """Begin at the base model, whose weights are loaded: set DoRA's magnitudes, keep what training changes.
+
+        The magnitudes are the norms of the rows. May communicate.
+        """
+        self._base = {name: param.detach().to("cpu", copy=True) for name, param in self._in_full.items()}
         for name, layer in self._layers.items():
             layer.reset_magnitudes(weights[name])
 
     @contextlib.contextmanager
     def off(self) -> Iterator[None]:
-        """Compute without adapters within the context."""
+        """Compute with the base model within the context; weights trained in full must be on the device."""
         for layer in self._layers.values():
             layer.enabled = False
         try:
-            yield
+            with _swapped(self._in_full, self._base):
+                yield
         finally:
             for layer in self._layers.values():
                 layer.enabled = True
@@ -246,22 +259,26 @@ class Adapters:
         """Copy the adapters, which must be on the device, to host memory, for :meth:`swapped`."""
         return {name: param.detach().to("cpu", copy=True) for name, param in self.parameters().items()}
 
-    @contextlib.contextmanager
-    @torch.no_grad()
-    def swapped(self, other: Mapping[str, Tensor]) -> Iterator[None]:
+    def swapped(self, other: Mapping[str, Tensor]) -> AbstractContextManager[None]:
         """Swap in the adapters of a :meth:`copy` within the context; they must be on the device."""
-        params, own = self.parameters(), self.copy()
-        try:
-            for name, param in params.items():
-                param.copy_(other[name])
-            yield
-        finally:
-            for name, param in params.items():
-                param.copy_(own[name])
+        return _swapped(self.parameters(), other)
 
     def merged(self, weights: Mapping[str, Tensor]) -> Mapping[str, Tensor]:
         """Return a view of the weights with adapters merged into them, one weight at a time; may communicate."""
         return _MergedWeights(weights, self._layers)
+
+
+@contextlib.contextmanager
+@torch.no_grad()
+def _swapped(params: Mapping[str, nn.Parameter], other: Mapping[str, Tensor]) -> Iterator[None]:
+    own = {name: param.detach().to("cpu", copy=True) for name, param in params.items()}
+    try:
+        for name, param in params.items():
+            param.copy_(other[name])
+        yield
+    finally:
+        for name, param in params.items():
+            param.copy_(own[name])
 
 
 class _MergedWeights(Mapping[str, Tensor]):
@@ -295,13 +312,15 @@ class _MergedWeights(Mapping[str, Tensor]):
 
 
 def add_adapters(chunks: Sequence[GPTModel], adapter_map: AdapterMap, runtime: Runtime) -> Adapters:
-    """Freeze the model, except a scalar head, and add its adapters; before it is wrapped for data parallelism."""
+    """Freeze the model, except weights trained in full, and add adapters; before it is wrapped for data parallelism."""
+    trained = {param.name for param in adapter_map.megatron_params(runtime.layout, runtime.rank)}
     local = {adapter.weight: adapter for adapter in adapter_map.adapters(runtime.layout, runtime.rank)}
     first = first_expert(adapter_map.model, runtime)
-    layers = {}
+    layers, in_full = {}, dict[str, nn.Parameter]()
     for chunk in chunks:
         chunk.requires_grad_(False)
         rename = global_naming(chunk, first)
+        in_full |= {rename(name): param for name, param in chunk.named_parameters() if rename(name) in trained}
         for name, module in list(chunk.named_modules()):
             has_weight = isinstance(getattr(module, "weight", None), nn.Parameter)
             adapter = local.get(rename(f"{name}.weight")) if has_weight else None
@@ -311,15 +330,15 @@ def add_adapters(chunks: Sequence[GPTModel], adapter_map: AdapterMap, runtime: R
                 module.lora = layers[adapter.weight]
                 if not getattr(module, "adds_own_adapter", False):
                     module.register_forward_hook(_adapt_output)
-        if chunk.post_process and adapter_map.head:
-            chunk.output_layer.requires_grad_(True)
         if chunk.pre_process:
             # A recomputed layer has gradients only if its input does.
             chunk.embedding.register_forward_hook(
                 lambda _, __, embedded: embedded.requires_grad_() if torch.is_grad_enabled() else None
             )
     assert layers.keys() == local.keys(), "every adapted layer of the stage is a module of its chunks"
-    return Adapters(layers)
+    for param in in_full.values():
+        param.requires_grad_(True)
+    return Adapters(layers, in_full)
 
 
 def _adapter_of(local: LocalAdapter, layer: Any, initial: Tensor, scale: float, runtime: Runtime) -> LowRankAdapter:
@@ -361,7 +380,7 @@ def _adapt_output(layer: Any, args: tuple[Tensor, ...], output: Any) -> Any:
     if not adapter.enabled:
         return None
     if isinstance(output, Tensor):
-        return adapter(args[0], output, layer.weight)
+        return adapter(args[0], output, layer.weight, layer.bias if isinstance(layer, nn.Linear) else None)
     # A layer that returns no bias has added it; Transformer Engine's layers without one have an empty tensor.
     bias = layer.bias if output[1] is None and layer.bias is not None and layer.bias.numel() else None
     return adapter(args[0], output[0], layer.weight, bias), output[1]

@@ -450,6 +450,7 @@ def _role(
     if adapters is not None:
         check_adapters(model, adapters, megatron, adapters_path, value_head=value_head)
         lora = lora_options(adapters, seed=0)
+        model = model.with_trained_tower(adapters.trains_tower) if lora is not None else model
     layout = layout_of(megatron)
     return PlannedRole(name, path, model, layout, megatron, value_head, trains, passes, lora=lora, **options)
 

@@ -103,10 +103,10 @@ class StateCounter:
         exact = sum(n for n, param in zip(numbers, params, strict=True) if self._is_float32(param))
         frozen = 0
         if self._adapters is not None:
-            heads = [p for p in params if any(piece.hf_name in self._adapters.head for piece in p.pieces)]
-            frozen = (sum(numbers) - exact - _count(heads)) * width + exact * FLOAT32
+            in_full = [p for p in params if any(piece.hf_name in self._adapters.in_full for piece in p.pieces)]
+            frozen = (sum(numbers) - exact - _count(in_full)) * width + exact * FLOAT32
             params = self._adapters.megatron_params(layout, rank)
-            numbers, exact = [sum(numbers) - _count(heads), *(math.prod(param.shape) for param in params)], 0
+            numbers, exact = [sum(numbers) - _count(in_full), *(math.prod(param.shape) for param in params)], 0
         if not self.role.trains:
             return RankStates(sum(numbers), (sum(numbers) - exact) * width + exact * FLOAT32)
         distributed = self.role.megatron.use_distributed_optimizer
@@ -208,7 +208,7 @@ def rollout_weight_bytes(model: ModelConfig, tp: int, rank: int, dtype: str, *, 
 def _by_chunk(
     params: Sequence[LocalParam], layout: ParallelLayout, model: ModelConfig, stage: int
 ) -> list[list[LocalParam]]:
-    """Group a rank's parameters by chunk; the embedding goes to the first chunk, final norm and head to the last."""
+    """Group a rank's parameters by chunk: embedding and tower in the first chunk, final norm and head in the last."""
     chunk_of = {layer: chunk for chunk in range(layout.vpp) for layer in layout.layers(model.num_layers, stage, chunk)}
     chunks: list[list[LocalParam]] = [[] for _ in range(layout.vpp)]
     for param in params:
@@ -216,7 +216,7 @@ def _by_chunk(
         if parts[:2] == ["decoder", "layers"]:
             chunks[chunk_of[int(parts[2])]].append(param)
         else:
-            chunks[0 if parts[0] == "embedding" else -1].append(param)
+            chunks[0 if parts[0] in ("embedding", "vision_tower") else -1].append(param)
     return chunks
 
 

@@ -123,7 +123,8 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
         _check_export(config.trainer.hf_export_dir, [config.model.path])
         return
     policy = config.actor_rollout_ref
-    _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", weights=weights)
+    trained = policy.trains_tower
+    _check_model(policy.model.path, policy.actor.megatron, "actor_rollout_ref.actor.megatron", trained, weights=weights)
     _check_tower(config)
     _check_adapters(policy.model.path, policy.model, policy.actor.megatron, "actor_rollout_ref.model", weights=weights)
     check_router_replay(read_model_config(policy.model.path), policy.actor.router_replay.mode)
@@ -132,7 +133,8 @@ def check_learners(config: TrainConfig | SupervisedConfig, *, weights: bool = Tr
     if config.uses_critic:
         critic = config.critic
         check_same_images(policy.model.path, str(critic.model.path), "critic.model.path")
-        _check_model(str(critic.model.path), critic.megatron, "critic.megatron", weights=weights)
+        trained = critic.model.trains_tower
+        _check_model(str(critic.model.path), critic.megatron, "critic.megatron", trained, weights=weights)
         _check_adapters(
             str(critic.model.path), critic.model, critic.megatron, "critic.model", value_head=True, weights=weights
         )
@@ -186,7 +188,7 @@ def check_teachers(config: TrainConfig, *, weights: bool = True) -> list[Teacher
 
 
 def _check_tower(config: TrainConfig) -> None:
-    """Check the keys of the policy's vision tower against its model, and the layout of a trained one."""
+    """Check the keys of the policy's vision tower against its model."""
     policy, field = config.actor_rollout_ref, "actor_rollout_ref.actor"
     model, frozen = read_model_config(policy.model.path), policy.actor.freeze_vision_tower
     if model.vision is None and frozen:
@@ -201,8 +203,12 @@ def _check_tower(config: TrainConfig) -> None:
             "remove the key",
             code="image.no-trained-tower",
         )
-    if policy.trains_tower:
-        check_role(model.with_trained_tower(), policy.actor.megatron, f"{field}.megatron")
+    if frozen and policy.trains_tower:
+        raise ConfigError(
+            f"{field}.freeze_vision_tower=true: keys of actor_rollout_ref.model.lora train the vision tower; set it to "
+            "false, or remove lora.adapt_vision_tower and lora.freeze_vision_*",
+            code="image.frozen-tower",
+        )
 
 
 def check_same_images(policy: str, other: str, key: str) -> None:
@@ -245,9 +251,11 @@ def check_reward_model(config: TrainConfig | EvaluateConfig, *, weights: bool = 
     _check_model(path, config.reward.model.megatron, "reward.model.megatron", weights=weights)
 
 
-def _check_model(path: str, megatron: MegatronConfig, field: str, *, weights: bool = True) -> None:
+def _check_model(
+    path: str, megatron: MegatronConfig, field: str, trained_tower: bool = False, *, weights: bool = True
+) -> None:
     model = check_model_folder(path).config if weights else read_model_config(path)
-    check_role(model, megatron, field)
+    check_role(model.with_trained_tower(trained_tower), megatron, field)
 
 
 def _check_adapters(

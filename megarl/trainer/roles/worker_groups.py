@@ -119,6 +119,7 @@ def role_settings(
         lora=lora_options(adapters, run.seed) if adapters else None,
         adapter_path=adapters.lora_adapter_path if adapters else None,
         reference_adapter=adapters is not None and adapters.lora.reference == "adapter",
+        trained_tower=adapters is not None and adapters.trains_tower,
         has_own_devices=has_own_devices,
         export_files=export_files,
         image_options=dict(image_options),

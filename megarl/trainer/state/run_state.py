@@ -56,7 +56,9 @@ def fingerprints(config: TrainConfig | SupervisedConfig) -> dict[str, Any]:
     actor = read_model_config(policy.model.path).with_trained_tower(policy.trains_tower)
     prints = {"actor": model_fingerprint(actor)}
     if config.uses_critic:
-        prints["critic"] = model_fingerprint(read_model_config(str(config.critic.model.path)))
+        critic = config.critic.model
+        model = read_model_config(str(critic.path)).with_trained_tower(critic.trains_tower)
+        prints["critic"] = model_fingerprint(model)
     return prints
 
 
