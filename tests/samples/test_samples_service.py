@@ -382,17 +382,21 @@ def resume(source, state, folder, step):
 @pytest.mark.parametrize("colocated", [False, True])
 def test_a_partial_rollout_resumes_after_its_stored_tokens(make, engine, synchronous, tmp_path, colocated):
     build = functools.partial(make, 2, tokens=100, partial=True, colocated=colocated)
-    stopped = build()
-    engine.sync_weights()
-    trained = [row for _, batch, _ in steps_of(stopped, last=1) for row in rows(batch)]
-    state = saved(stopped, tmp_path)
-    stopped.close()
+    for _ in range(5):  # a slow test process may stop after the last response
+        stopped = build()
+        engine.sync_weights()
+        version = engine.version
+        trained = [row for _, batch, _ in steps_of(stopped, last=1) for row in rows(batch)]
+        state = saved(stopped, tmp_path)
+        stopped.close()
+        if state[0]["turns"]:
+            break
     resumed = build()
     stored = sum(len(turn["token_ids"]) for *_, turns in resume(resumed, state, tmp_path, 1)["turns"] for turn in turns)
     batches = [batch for _, batch, _ in steps_of(resumed, 2)]
     versions = np.concatenate([row.numpy() for batch in batches for row in batch.unpadded("weight_versions")])
     # Tokens of the first version can only come from the checkpoint: of its turns, and of its finished samples.
-    assert 0 < stored <= (versions == 1).sum()
+    assert 0 < stored <= (versions == version).sum()
     assert sorted([*trained, *(row for batch in batches for row in rows(batch))]) == synchronous_samples(
         make, engine, synchronous
     )
