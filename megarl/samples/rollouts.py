@@ -229,7 +229,7 @@ class Rollouts:
         trajectories = [self._validated.pop(name) for name in names]
         self._awaited -= set(names)
         report_failures(trajectories)
-        samples = self._with_facts(groups, trajectories, with_routes=False)
+        samples = self._with_facts(groups, trajectories)
         samples.meta_info[ROLLOUT_METRICS] = trajectory_metrics(trajectories)
         return samples
 
@@ -300,7 +300,7 @@ class Rollouts:
             column :data:`BASELINE` is True.
         """
         report_failures(trajectories)
-        batch = self._with_facts(groups, trajectories, with_routes=self.with_routes)
+        batch = self._with_facts(groups, trajectories, trains=True)
         if self.with_baseline:
             of_group = np.arange(len(batch)) % self.samples_per_group
             batch = batch.with_columns({}, {BASELINE: (of_group == self.samples_per_group - 1).tolist()})
@@ -359,15 +359,18 @@ class Rollouts:
         )
 
     def _with_facts(
-        self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory], *, with_routes: bool
+        self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory], *, trains: bool = False
     ) -> DataProto:
-        """Build a batch of trajectories with the columns of their prompts."""
+        """Build a batch of trajectories with the columns of their prompts.
+
+        Training reads the files of later turns' images in other processes, so they go to the store, once per group.
+        """
         batch = trajectories_to_batch(
             trajectories,
             self.tokenizer.pad_token_id or 0,
             state_masking=self.state_masking,
             with_versions=self.with_versions,
-            with_routes=with_routes,
+            with_routes=trains and self.with_routes,
         )
         batch.meta_info[REWARD_COUNTS] = self.runners.take_reward_counts()
         names = dict.fromkeys(name for group in groups for name in group.facts if name != IMAGES)
@@ -375,21 +378,25 @@ class Rollouts:
         prompts = DataProto.from_dict({}, {**columns, "uid": [group.key for group in groups]})
         samples = len(trajectories) // len(groups)
         batch = batch.union(prompts.repeat(samples))
-        of_prompts = [group.facts.get(IMAGES) or () for group in groups for _ in range(samples)]
-        of_turns = [self._store_images(trajectory.images) if trajectory.images else () for trajectory in trajectories]
-        images = list(map(_row_images, trajectories, of_prompts, of_turns))
-        if not any(images):
+        if not any(IMAGES in group.facts for group in groups):
             return batch
+        images = list[Sequence[Image]]()
+        for number, group in enumerate(groups):
+            of_group = trajectories[number * samples : (number + 1) * samples]
+            of_prompt = group.facts.get(IMAGES) or ()
+            later = {image.key: image for trajectory in of_group for image in trajectory.images}
+            of_turns = self._store_images([*later.values()]) if later and trains else later.values()
+            known = {image.key: image for image in (*of_prompt, *of_turns)}
+            images += [_row_images(trajectory, of_prompt, known) for trajectory in of_group]
         return batch.with_columns({IMAGE_COUNTS: torch.tensor(list(map(len, images)))}, {IMAGES: images})
 
 
-def _row_images(trajectory: Trajectory, of_prompt: Sequence[Image], of_turns: Sequence[Image]) -> Sequence[Image]:
-    """Return the images of a row, in the order of its tokens."""
-    if not of_prompt and not of_turns:
+def _row_images(trajectory: Trajectory, of_prompt: Sequence[Image], known: Mapping[int, Image]) -> Sequence[Image]:
+    """Return the images of a row, in the order of its tokens; ``known`` are the group's by key."""
+    if not known:
         return ()
-    images = {image.key: image for image in (*of_prompt, *of_turns)}
     parts = (trajectory.prompt_ids, trajectory.response_ids)
-    row = tuple(images[span.key] for part in parts for span in image_spans(part))
+    row = tuple(known[span.key] for part in parts for span in image_spans(part))
     same = [image.key for image in row] == [image.key for image in of_prompt]
     return of_prompt if same else row  # the samples of a prompt share one object
 

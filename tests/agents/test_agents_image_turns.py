@@ -109,6 +109,11 @@ FORMS = {
 }
 
 
+def row_images(trajectory, conversation):
+    of_prompt = conversation.facts[IMAGES]
+    return _row_images(trajectory, of_prompt, {image.key: image for image in (*of_prompt, *trajectory.images)})
+
+
 @pytest.mark.parametrize("form", FORMS)
 def test_a_tool_shows_an_image(tokenizer, reader, conversation, form):
     content = [{"type": "text", "text": "see <image> "}, FORMS[form], {"type": "text", "text": "!"}]
@@ -124,7 +129,7 @@ def test_a_tool_shows_an_image(tokenizer, reader, conversation, form):
     assert trajectory.response_mask == [1] * len(call) + [0] * len(frame) + [1] * len(answer)
     assert set(trajectory.log_probs[len(call) : len(call) + len(frame)]) == {0.0}
     assert second == [*trajectory.prompt_ids, *call, *frame]
-    assert [each.key for each in _row_images(trajectory, conversation.facts[IMAGES])] == [image_key(png(10)), image.key]
+    assert [each.key for each in row_images(trajectory, conversation)] == [image_key(png(10)), image.key]
 
 
 def test_several_results_show_several_images(tokenizer, conversation):
@@ -132,7 +137,7 @@ def test_several_results_show_several_images(tokenizer, conversation):
     trajectory, _ = lead(tokenizer, conversation, ToolResult(content, {"shown": 2.0}), max_parallel_calls=2,
                          texts=(CALL * 2, "3<|im_end|>"))  # fmt: skip
     assert [(image.rows, image.columns) for image in trajectory.images] == [(2, 2), (2, 4)]
-    row = _row_images(trajectory, conversation.facts[IMAGES])
+    row = row_images(trajectory, conversation)
     assert [image.key for image in row[1:]] == [image.key for image in trajectory.images] * 2
     assert trajectory.metrics["shown"] == 4.0
     assert decode_text(tokenizer, trajectory.response_ids).count("<image>") == 4
@@ -141,7 +146,7 @@ def test_several_results_show_several_images(tokenizer, conversation):
 def test_the_image_of_the_prompt_may_be_shown_again(tokenizer, conversation):
     trajectory, _ = lead(tokenizer, conversation, [part(png(10))])
     assert not trajectory.images
-    assert _row_images(trajectory, conversation.facts[IMAGES]) == conversation.facts[IMAGES] * 2
+    assert row_images(trajectory, conversation) == conversation.facts[IMAGES] * 2
 
 
 def test_long_texts_beside_an_image_are_cut(tokenizer, conversation):
