@@ -46,7 +46,7 @@ def is_carried(config: ModelConfig, name: str, *, scalar_head: bool = False) -> 
     Models with a scalar head predict no tokens and have no multi-token prediction layers, but they see images.
     """
     if is_tower(config, name):
-        return config.vision is not None and not config.vision.trained
+        return not config.trains_tower
     return not scalar_head and is_multi_token(config, name)
 
 

@@ -144,7 +144,7 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
         divided_by_tp["intermediate_size"] = config.ffn_hidden_size
     if config.experts is not None and config.experts.shared_ffn_hidden_size:
         divided_by_tp["width of the shared experts"] = config.experts.shared_ffn_hidden_size
-    if of_engine and config.vision is not None and config.vision.trained:
+    if of_engine and config.vision is not None and config.trains_tower:
         divided_by_tp |= engine_sizes(config.vision)
     for name, size in divided_by_tp.items():
         if layout.tp < 1 or size % layout.tp:
@@ -168,7 +168,7 @@ def check_layout(config: ModelConfig, layout: ParallelLayout, field: str, *, of_
 
 def _check_trained_tower(config: ModelConfig, layout: ParallelLayout, field: str) -> None:
     """Check that the layers which add features of a trained vision tower are in the first chunk of the pipeline."""
-    if config.vision is None or not config.vision.trained:
+    if config.vision is None or not config.trains_tower:
         return
     layers = len(layout.layers(config.num_layers, 0, 0))
     if layers < config.vision.deepstack:

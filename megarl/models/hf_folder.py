@@ -139,7 +139,7 @@ def check_tower(folder: Path | str, config: ModelConfig, tensors: Iterable[str])
     Raises:
         ModelError: the tower, or a tensor of a block, is missing; names it.
     """
-    if config.vision is None or config.vision.trained:
+    if config.vision is None or config.trains_tower:
         return
     prefix, depth = config.vision.prefix, count(config.vision.settings, "depth")
     blocks: dict[str, set[str]] = {f"{prefix}blocks.{number}.": set() for number in range(depth)}

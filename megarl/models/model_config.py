@@ -303,6 +303,11 @@ class ModelConfig(Traits):
         token = self.settings.get("pad_token_id")
         return token if type(token) is int and token >= 0 else None
 
+    @property
+    def trains_tower(self) -> bool:
+        """Whether there is a vision tower, and it is part of the trained model."""
+        return self.vision is not None and self.vision.trained
+
     def with_trained_tower(self, trained: bool = True) -> ModelConfig:
         """Return the same model with a trained vision tower, or a frozen one; unchanged for a model of text only."""
         return self if self.vision is None else replace(self, vision=replace(self.vision, trained=trained))

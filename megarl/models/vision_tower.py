@@ -121,7 +121,7 @@ class StoredTower(torch.nn.Module):
         self._tower = build_tower(vision, device, dtype).eval()
         self._names = [name for name, _ in self._tower.named_parameters()]
         for parameter in self._tower.parameters():
-            parameter.data = parameter.data[:0]
+            parameter.data = parameter.data.new_empty(0)
 
     def forward(self, patches: Tensor, grid_thw: Tensor) -> Any:
         """Compute the features of images, as the tower does."""
@@ -158,6 +158,7 @@ class ImageFeatures:
         self._processor = ImageProcessor(str(folder), options or {})
         self.is_trained, self._tower = tower is not None, tower
         self._images: dict[int, Image] = {}
+        self._patches: dict[int, Tensor] = {}  # of a trained tower, for all passes over the same images
         self._features: OrderedDict[int, _Features] = OrderedDict()
 
     def load(self) -> torch.nn.Module:
@@ -192,6 +193,7 @@ class ImageFeatures:
                 break
             size -= self._features.pop(key).values.nbytes
         self._images = {k: image for k, image in current.items() if self.is_trained or k not in self._features}
+        self._patches = {key: patches for key, patches in self._patches.items() if key in current}
 
     def add(self, images: Iterable[Image]) -> None:
         """Take images (:meth:`register`), and compute their features.
@@ -202,15 +204,22 @@ class ImageFeatures:
         self.register(images)
         for key in list(self._images):
             self._of(key)
+        self._images = {}
 
     def clear(self) -> None:
         """Drop the features of a trained tower, whose weights changed."""
         if self.is_trained:
             self._features.clear()
 
-    def offload(self) -> None:
-        """Move a frozen tower's weights to host memory, until features are computed again."""
-        if self._tower is not None and not self.is_trained:
+    def end_phase(self, *, offloads: bool) -> None:
+        """Drop files, and the features of a trained tower, which an update computes itself.
+
+        Args:
+            offloads: move a frozen tower's weights to host memory, until features are computed again.
+        """
+        self._images, self._patches = {}, {}
+        self.clear()
+        if offloads and self._tower is not None and not self.is_trained:
             self._tower.to("cpu")
 
     def __contains__(self, key: int) -> bool:
@@ -251,7 +260,7 @@ class ImageFeatures:
         for start, image in zip(accumulate((i.rows * i.columns for i in images), initial=0), images, strict=False):
             rows[keys == image.key] *= image.columns
             rows[keys == image.key] += start
-        patches = [self._patches(image) for image in images] or [self._blank()]
+        patches = [self._patches_of(image) for image in images] or [self._blank()]
         grids = [(image.rows * merge, image.columns * merge) for image in images] or [(merge, merge)]
         return TowerInput(at, tuple(patches), tuple(grids), torch.from_numpy(rows + columns))
 
@@ -260,7 +269,8 @@ class ImageFeatures:
         if key not in self._features:
             image = self._file(key)
             with torch.no_grad():
-                tower, patches, merge = self.load(), self._patches(image).to(self._device), self._processor.merge_size
+                tower, merge = self.load(), self._processor.merge_size
+                patches = self._patches_of(image).to(self._device)
                 if not self.is_trained:
                     tower.to(self._device)
                 values = tower_features(tower, patches, (image.rows * merge, image.columns * merge))
@@ -275,8 +285,13 @@ class ImageFeatures:
             raise DataError(text, code="image.not-in-batch")
         return self._images[key]
 
-    def _patches(self, image: Image) -> Tensor:
-        return torch.from_numpy(self._processor.patches(image)).to(self._dtype)
+    def _patches_of(self, image: Image) -> Tensor:
+        patches = self._patches.get(image.key)
+        if patches is None:
+            patches = torch.from_numpy(self._processor.patches(image)).to(self._dtype)
+            if self.is_trained and sum(each.nbytes for each in self._patches.values()) < HOST_BYTES:
+                self._patches[image.key] = patches
+        return patches
 
     def _blank(self) -> Tensor:
         embedding: Any = self.load().patch_embed

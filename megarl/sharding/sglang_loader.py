@@ -129,14 +129,9 @@ class SGLangShard:
             )
         return {name: place.view(held[place.name]) for name, place in places.items()}
 
-    @property
-    def trains_tower(self) -> bool:
-        """Whether weight updates include a vision tower."""
-        return self.config.vision is not None and self.config.vision.trained
-
     def frozen_tower(self, model: torch.nn.Module) -> dict[str, Tensor]:
         """Return the parameters of a vision tower that a weight update does not write."""
-        if self.config.vision is None or self.trains_tower:
+        if self.config.vision is None or self.config.trains_tower:
             return {}
         return {name: param.data for name, param in model.named_parameters() if self._is_in_tower(name)}
 
@@ -336,9 +331,9 @@ class RankLoader:
         self._shard.clear_padding(model)
         for name, data in self._shard.frozen_tower(model).items():
             data.copy_(self._tower[name])
-        if self._shard.trains_tower or self._tower_updated:
+        if self._shard.config.trains_tower or self._tower_updated:
             drop_image_features()
-        self._tower_updated = self._shard.trains_tower
+        self._tower_updated = self._shard.config.trains_tower
         self._connected().begin(version)
 
     def tower_loaded(self, model: torch.nn.Module) -> None:

@@ -23,6 +23,7 @@ from megarl.rewards.scorer import decode_text
 from megarl.rollout.image_reader import image_reader
 from megarl.rollout.interface import Completion, SamplingParams
 from megarl.samples.rollouts import Rollouts
+from megarl.samples.selection import join
 from megarl.trainer.phases.data_loading import prompt_loader
 from megarl.trainer.state.trainer_state import Decoder, Encoder
 
@@ -93,6 +94,9 @@ def test_requests_of_a_run_have_the_images(squares_config, prompts, vision_token
             ended |= rollouts.finished(10.0)
         samples = [ended[name] for group in groups for name in group.ids]
         batch, _ = rollouts.batch_of(groups, samples)
+        texts = [replace(sample, prompt_ids=[5, 6]) for sample in samples[:2]]
+        of_texts, _ = rollouts.batch_of([replace(groups[0], facts={**groups[0].facts, "images": ()})], texts)
+        mixed = join([of_texts, rollouts.batch_of(groups[1:2], samples[2:4])[0]])
         rollouts.close()
     finally:
         runner.shutdown()
@@ -104,6 +108,7 @@ def test_requests_of_a_run_have_the_images(squares_config, prompts, vision_token
     assert [ids.tolist() for ids in batch.unpadded("prompts")] == expected
     assert batch.non_tensor_batch["images"].tolist() == images
     assert batch.non_tensor_batch["images"][0] is batch.non_tensor_batch["images"][1]
+    assert mixed.tensors["image_counts"].tolist() == [0, 0, *[len(images[2])] * 2]
     assert torch.equal(batch.tensors["prompt_digests"], prompt_digests(expected))
 
 

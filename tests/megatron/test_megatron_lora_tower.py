@@ -44,7 +44,7 @@ CASES = {
     ),
     "deepstack_dora": ("qwen3_vl", LAYOUTS["single"], DORA),
 }
-CI = ("single", "dora_tp2sp", "in_full_pp2", "qkv_dp2", "deepstack_tp2sp_recompute")
+CI = ("single", "tp2", "dora_tp2sp", "in_full_pp2", "qkv_dp2", "deepstack_tp2sp_recompute")
 
 
 def adapter_map(folder: Path, lora: LoraOptions) -> AdapterMap:

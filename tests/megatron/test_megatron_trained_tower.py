@@ -16,6 +16,8 @@ from vision_cases import LAYOUTS, Folder, check_study
 
 from megarl.base.image_tokens import Image
 from megarl.megatron import OptimizerOptions, OutputOptions, PackedMicroBatch
+from megarl.megatron.checkpoint.sharded import begin_save, load_sharded
+from megarl.megatron.engine.faults import _depth
 from megarl.megatron.engine.options import OverlapOptions, RecomputeOptions
 from megarl.models import ParallelLayout
 
@@ -24,7 +26,7 @@ CI = {
     "qwen2_5_vl": "single+ tp2cp2sp pp2vpp2 dp2+",
     "qwen3_vl": "single tp2sp cp2",
     "qwen3_5": "tp2sp",
-    "qwen3_vl_moe": "ep2",
+    "qwen3_vl_moe": "ep2 tp2",
 }
 MORE = {"qwen2_5_vl": "cp2 tp2pp2 tp2sp+", "qwen3_vl": "single+ dp2", "qwen3_5": "single+ pp2vpp2"}
 CASES = [(family, case) for table in of_release([CI], [MORE]) for family in table for case in table[family].split()]
@@ -77,6 +79,52 @@ def test_ranks_without_images_take_part_in_overlapped_collectives(pool, studies)
     for weights in (*ours, *plain):
         for name, expected in single.items():
             torch.testing.assert_close(weights[name], expected, rtol=1e-4, atol=1e-5)
+
+
+def log_probs_after_changes(
+    place: Place, path: Path, setup: Setup, row: Row, images: list[Image], folder: Path
+) -> dict[str, Tensor]:
+    """A row's log-probs at the start, after a step, in a scope with the first weights, after the scope, and loaded."""
+    batch = PackedMicroBatch.from_rows([(row.prompt, row.response)], {"weights": row.weights})
+    with engine(place, path, setup) as built:
+        built.set_images(path, {})
+
+        def log_probs() -> Tensor:
+            built.take_images(images)
+            (output,) = built.forward([batch]) or [None]
+            assert output is not None
+            return output.log_probs.clone()
+
+        first, found = built.copy_weights(), {"start": log_probs()}
+        built.forward_backward([batch], policy_loss, OutputOptions(with_entropy=True))
+        built.optimizer_step()
+        found["stepped"] = log_probs()
+        begin_save(built, folder).finish()
+        with built.swapped_weights(first):
+            found["swapped"] = log_probs()
+        found["back"] = log_probs()
+        built.load_hf(path)
+        found["reloaded"] = log_probs()
+        load_sharded(built, folder)
+        found["restored"] = log_probs()
+        return found
+
+
+def test_features_are_those_of_the_weights(pool, studies, tmp_path):
+    """The decoder has the same weights in each comparison, so features of other weights would show."""
+    folder = studies["qwen2_5_vl"][0]
+    setup = Setup(ParallelLayout(), optimizer=OptimizerOptions(lr=1e-2), trained_tower=True)
+    args = (folder.path, setup, folder.rows[0], folder.images[:2], tmp_path / "checkpoint")
+    (found,) = pool.run(log_probs_after_changes, 1, *args)
+    assert (found["start"] - found["stepped"]).abs().max() > 1e-3
+    for same in ("swapped", "reloaded"):
+        assert torch.equal(found[same], found["start"])
+    for same in ("back", "restored"):
+        assert torch.equal(found[same], found["stepped"])
+
+
+def test_the_tower_is_before_the_decoder_in_a_report_of_a_skipped_step():
+    assert _depth("vision_tower.blocks.0.attn.qkv.weight") < _depth("embedding.word_embeddings.weight")
 
 
 def exported(place: Place, path: Path, setup: Setup, row: Row, images: list[Image], target: Path) -> None:

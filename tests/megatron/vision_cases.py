@@ -25,6 +25,7 @@ SIZES = ((56, 112), (84, 56), (56, 112), (28, 28), (100, 61))
 LAYOUTS = {
     "single": Setup(ParallelLayout()),
     "tp2sp": Setup(ParallelLayout(tp=2), sequence_parallel=True),
+    "tp2": Setup(ParallelLayout(tp=2)),
     "cp2": Setup(ParallelLayout(cp=2)),
     "tp2cp2sp": Setup(ParallelLayout(tp=2, cp=2), sequence_parallel=True),
     "pp2vpp2": Setup(ParallelLayout(pp=2, vpp=2)),

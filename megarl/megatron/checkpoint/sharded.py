@@ -189,6 +189,7 @@ def load_sharded(engine: MegatronEngine, path: str | Path, contents: Collection[
     items = all_ranks_or_raise(runtime, lambda: list(_wanted_items(engine, optimizer is not None)), doing)
     read_items(runtime, folder, index, items)
     engine.offload_manager.mark_changed(PARAM, OPTIMIZER)
+    engine.drop_features()
     if optimizer is not None:
         assert state.steps is not None
         set_steps(optimizer, state.steps)

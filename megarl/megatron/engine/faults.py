@@ -29,6 +29,7 @@ from torch.distributed.distributed_c10d import _get_default_store, _world
 from megarl.base.allocators import return_cached_memory
 from megarl.base.errors import MegarlError
 from megarl.megatron.runtime.process_groups import Runtime
+from megarl.models.tower_class import TOWER
 
 SHOWN = 8
 """Number of samples that a message names; the rest are counted."""
@@ -177,7 +178,9 @@ def _largest(record: _MicroBatchRecord) -> tuple[float, int]:
 
 
 def _depth(name: str) -> int:
-    """Position of a parameter in the forward pass: embedding, layer by layer, output."""
+    """Position of a parameter in the forward pass: vision tower, embedding, layer by layer, output."""
+    if name.startswith(TOWER):
+        return -2
     if name.startswith("decoder.layers."):
         return int(name.split(".")[2])
     return -1 if name.startswith("embedding.") else 1_000_000

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from collections import defaultdict
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from contextlib import AbstractContextManager
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from contextlib import AbstractContextManager, contextmanager
 from dataclasses import replace
 from functools import partial
 from pathlib import Path
@@ -116,8 +116,8 @@ class MegatronEngine:
     def offload(self, *, return_cached: bool = True) -> dict[str, int]:
         """Offload the configured parts at the end of a phase and free cached memory; return the bytes by part."""
         self._faults = FaultWatch()  # it holds the outputs of the last step
-        if self._runner.images is not None and PARAM in self.options.offload:
-            self._runner.images.offload()
+        if self._runner.images is not None:
+            self._runner.images.end_phase(offloads=PARAM in self.options.offload)
         return self.offload_manager.offload(return_cached=return_cached)
 
     def describe(self) -> str:
@@ -164,6 +164,21 @@ class MegatronEngine:
         if self._runner.images is not None:
             self._runner.images.register(images)
 
+    def drop_features(self) -> None:
+        """Drop the features of a trained vision tower, whose weights changed."""
+        if self._runner.images is not None:
+            self._runner.images.clear()
+
+    @contextmanager
+    def _without_features(self, scope: AbstractContextManager[None]) -> Iterator[None]:
+        """Enter a scope in which the model has other weights, and so other features of images."""
+        try:
+            with scope:
+                self.drop_features()
+                yield
+        finally:
+            self.drop_features()
+
     def load_adapters(self, path: str | Path) -> None:
         """Load this rank's shard of adapters in peft's format.
 
@@ -181,7 +196,7 @@ class MegatronEngine:
 
     def weights_changed(self) -> None:
         """Copy weights that were set from outside into the optimizer, if there is one."""
-        self._runner.drop_features()
+        self.drop_features()
         if self.optimizer is not None:
             self.offload_manager.onload(PARAM, OPTIMIZER)
             self.offload_manager.mark_changed(OPTIMIZER)
@@ -225,16 +240,16 @@ class MegatronEngine:
         """Swap in a :meth:`copy_weights` within the context, in which the optimizer must not step."""
         if isinstance(copy, HostCopy):
             self._runner.gather_weights()
-            return self._runner.without_features(self.offload_manager.weights.swapped(copy))
+            return self._without_features(self.offload_manager.weights.swapped(copy))
         assert self._adapters is not None, "the model has no adapters"
         self.weights.gather_pending()
-        return self._runner.without_features(self._adapters.swapped(copy))
+        return self._without_features(self._adapters.swapped(copy))
 
     def adapters_off(self) -> AbstractContextManager[None]:
         """Compute with the base model within the context, as the reference policy of LoRA; may communicate."""
         assert self._adapters is not None, "the model has no adapters"
         self.weights.gather_pending()
-        return self._runner.without_features(self._adapters.off())
+        return self._without_features(self._adapters.off())
 
     # ---- computing
 
@@ -366,7 +381,7 @@ class MegatronEngine:
             with span("optimizer step", "compute"):
                 result = self._need_optimizer().step(self._loss)
             self._runner.gather_is_pending = self.options.overlap.param_gather
-            self._runner.drop_features()
+            self.drop_features()
             if self._routing is not None and self._expert_load is not None and not result.skipped:
                 self._routing.update_biases(self._expert_load)
             return result

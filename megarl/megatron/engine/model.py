@@ -236,7 +236,7 @@ def _build_chunk(
     module.takes_images = model.vision is not None and (
         module.pre_process or min(layers, default=deepstack) < deepstack
     )
-    module.vision_tower = _trained_tower(model, runtime, options) if module.pre_process else None
+    module.vision_tower = _trained_tower(model, runtime, options, config) if module.pre_process else None
     if is_last:
         if options.value_head:
             module.output_layer = ValueHead(config, runtime.device, bias=model.has_head_bias)
@@ -250,9 +250,11 @@ def _build_chunk(
     return module
 
 
-def _trained_tower(model: ModelConfig, runtime: Runtime, options: MegatronOptions) -> torch.nn.Module | None:
+def _trained_tower(
+    model: ModelConfig, runtime: Runtime, options: MegatronOptions, config: TransformerConfig
+) -> torch.nn.Module | None:
     """The vision tower on each rank of the first stage, if it is trained."""
-    if model.vision is None or not model.vision.trained:
+    if model.vision is None or not model.trains_tower:
         return None
     tower = build_tower(model.vision, runtime.device, options.dtype).train()
     if options.recompute is not None and options.recompute.granularity == "full":
@@ -262,7 +264,7 @@ def _trained_tower(model: ModelConfig, runtime: Runtime, options: MegatronOption
     for parameter in tower.parameters():
         # Under sequence parallelism each rank has the gradients of its tokens' features. Otherwise the ranks' gradients
         # are equal up to the order of sums on the device, and the average keeps their weights equal.
-        setattr(parameter, "sequence_parallel" if options.sequence_parallel else AVERAGED, True)
+        setattr(parameter, "sequence_parallel" if config.sequence_parallel else AVERAGED, True)
         setattr(parameter, VISION, True)
     return tower
 

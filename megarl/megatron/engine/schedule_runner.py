@@ -128,19 +128,6 @@ class ScheduleRunner:
                     chunk.start_param_sync(force_sync=True)
             self.gather_is_pending = False
 
-    def drop_features(self) -> None:
-        """Drop the features of a trained vision tower, whose weights changed."""
-        if self.images is not None:
-            self.images.clear()
-
-    @contextmanager
-    def without_features(self, scope: AbstractContextManager[None]) -> Iterator[None]:
-        """Enter a scope in which the model has other weights; features are computed with those in force."""
-        with scope:
-            self.drop_features()
-            yield
-        self.drop_features()
-
     def run(
         self,
         micro_batches: Sequence[PackedMicroBatch],

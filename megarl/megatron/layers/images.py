@@ -50,7 +50,7 @@ class _JoinedLevels(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, levels: Tensor, added: list[Tensor]) -> Tensor:
-        (ctx.added,) = added  # in a list: this node's input would be complete after it
+        (ctx.added,) = added  # in a list, so that the leaf is no input: its gradient is complete before this node runs
         return levels[0].clone()
 
     @staticmethod

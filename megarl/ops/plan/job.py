@@ -84,7 +84,7 @@ class PlannedRole:
     @property
     def trains_tower(self) -> bool:
         """Whether the vision tower is trained, too."""
-        return self.model.vision is not None and self.model.vision.trained
+        return self.model.trains_tower
 
     @property
     def section(self) -> str:

@@ -263,8 +263,7 @@ class EmbeddedEngine(RolloutEngine):
 
     def load_hf(self, path: str, version: int = 0) -> None:
         reader, weight_map = HFReader(path), WeightMap(self.config)
-        trained = self.config.vision is not None and self.config.vision.trained
-        if WeightMap(reader.config.with_trained_tower(trained)).hf_shapes() != weight_map.hf_shapes():
+        if WeightMap(reader.config.with_trained_tower(self.config.trains_tower)).hf_shapes() != weight_map.hf_shapes():
             raise ModelError(f"model folder {path} holds another model than this engine", code="engine.other-model")
         self._check_idle()
         self._weights.begin(version)
@@ -289,7 +288,7 @@ class EmbeddedEngine(RolloutEngine):
         if "weights" in tags:
             self._weights.free()
             if self._images is not None:
-                self._images.offload()
+                self._images.end_phase(offloads=True)
         if torch.device(self.options.device).type == "cuda":
             torch.cuda.empty_cache()  # torch keeps freed blocks, which the trainer on the same GPU could not use
 

@@ -186,9 +186,8 @@ class SGLangEngine(RolloutEngine):
         self._ended.put(None)
 
     def load_hf(self, path: str, version: int = 0) -> None:
-        reader, trained = HFReader(path), self.config.vision is not None and self.config.vision.trained
-        shapes = WeightMap(self.config).hf_shapes()
-        if WeightMap(reader.config.with_trained_tower(trained)).hf_shapes() != shapes:
+        reader, shapes = HFReader(path), WeightMap(self.config).hf_shapes()
+        if WeightMap(reader.config.with_trained_tower(self.config.trains_tower)).hf_shapes() != shapes:
             raise ModelError(f"model folder {path} holds another model than this engine", code="engine.other-model")
         # SGLang ignores tensors that the folder lacks.
         absent = [name for name in shapes if name not in reader]

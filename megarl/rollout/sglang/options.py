@@ -239,10 +239,10 @@ def model_arguments(config: ModelConfig, arguments: Mapping[str, Any]) -> dict[s
                 code="sglang.expert-kernels",
             )
         result[KERNELS_ARGUMENT] = EXPERT_KERNELS
-    if config.vision is not None and config.vision.trained and arguments.get(WHOLE_TOWERS):
+    if config.trains_tower and arguments.get(WHOLE_TOWERS):
         raise ConfigError(
             f"{KEY}.server_args.{WHOLE_TOWERS}={arguments[WHOLE_TOWERS]!r}: each rank would hold a whole vision tower, "
-            "and a weight sync writes its part of a trained one; remove it, or set freeze_vision_tower=true",
+            "and a weight sync writes its part of a trained one; remove it, or freeze the tower",
             code="sglang.parameter-argument",
         )
     if (positions := positions_of_full_attention(config)) is not None:
