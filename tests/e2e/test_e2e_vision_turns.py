@@ -52,11 +52,12 @@ def test_engine_and_trainer_see_the_images_of_later_turns(arguments, start):
     rows = read_jsonl(first.folder / "dumps" / "1.jsonl")
     assert len(rows) == 24
     for row in rows:
-        assert len(row["images"]) == (row["input"] + row["output"]).count("<image>") == 3
+        assert len(row["images"]) == row["input"].count("<image>") == 1
+        assert len(row["later_images"]) == row["output"].count("<image>") == 2
         spans = [row["output"][begin:end] for begin, end in row["masked"]]
         assert [span.count("<image>") for span in spans] == [1, 1]
     samples = read_jsonl(first.newest / "samples" / "train" / "1.jsonl")
-    shown = {digest for sample in samples for digest in sample["images"]}
+    shown = {digest for sample in samples for digest in (*sample["images"], *sample["later_images"])}
     assert shown == {name for sample in samples for name in sample.get("thumbnails", ())}
 
 
