@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from PIL import Image as pil
 from support.vision_models import png
 
-from megarl.base.image_tokens import Image
+from megarl.base.image_tokens import Image, RemoteFile, image_key
 from megarl.base.redaction import remember_secrets
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.data.tokenizers import load_tokenizer
@@ -202,6 +203,28 @@ def test_ambiguous_tokens_have_no_values(arithmetic, monkeypatch):
 )
 def test_samples_of_the_report_are_whole_groups(uids, count, expected):
     assert rows_of_groups(list(uids), count) == expected
+
+
+class Meeting(RemoteFile):
+    """A file whose read ends when another thread reads one, too."""
+
+    def __init__(self, data, barrier):
+        self.bytes, self.barrier = data, barrier
+
+    def __len__(self):
+        return len(self.bytes)
+
+    def read(self):
+        self.barrier.wait(60.0)
+        return self.bytes
+
+
+def test_thumbnails_of_several_samples_are_made_at_the_same_time():
+    barrier, files = threading.Barrier(2), [png(20, 20, seed) for seed in (1, 2)]
+    images = [Image(Meeting(file, barrier), 1, 1, image_key(file)) for file in files]
+    samples = [{"images": [(f"{image.key:x}", image)]} for image in images]
+    for sample, image in zip(stored_samples(samples, thumbnails=True), images, strict=True):
+        assert sample["images"] == [f"{image.key:x}"] == list(sample["thumbnails"])
 
 
 def test_samples_with_images_have_digests_and_a_thumbnail_each(arithmetic, tmp_path):

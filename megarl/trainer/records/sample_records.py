@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -30,6 +32,8 @@ from megarl.workers.row_math import FINISH_REASON, generated_tokens, row_sums, t
 
 Sample = dict[str, Any]
 Item = TypeVar("Item")
+_DECODED_AT_ONCE = 4
+"""Images for thumbnails that are decoded at the same time; each takes three bytes per pixel."""
 
 LATER_IMAGES = "later_images"
 """Field of a record, and column of a file, with the images that a response shows in later turns."""
@@ -173,31 +177,31 @@ def samples_with_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase, st
     return samples
 
 
-def stored_samples(samples: Iterable[Sample], *, thumbnails: bool = False) -> Iterator[Sample]:
+def stored_samples(samples: Sequence[Sample], *, thumbnails: bool = False) -> Iterator[Sample]:
     """Yield samples for a file or a tracker: ``images`` and ``later_images`` have the digests alone.
 
     Args:
         thumbnails: add ``thumbnails``, base64 by digest, to the first sample of each image.
     """
-    done = set[str]()
+    names = (IMAGES, LATER_IMAGES)
+    images = dict(pair for sample in samples for name in names for pair in sample.get(name, ()) if thumbnails)
+    with ThreadPoolExecutor(_DECODED_AT_ONCE) as pool:
+        small = dict(zip(images, pool.map(_thumbnail, images.values()), strict=True))
     for sample in samples:
-        named = {name: sample[name] for name in (IMAGES, LATER_IMAGES) if name in sample}
-        shown = [pair for pairs in named.values() for pair in pairs]
-        new = {digest: image for digest, image in shown if thumbnails and digest not in done}
-        done |= new.keys()
-        small = {digest: text for digest, image in new.items() if (text := _thumbnail(image.data))}
-        stored = {**sample, **{name: [digest for digest, _ in pairs] for name, pairs in named.items()}}
-        yield {**stored, "thumbnails": small} if small else stored
+        shown = {name: [digest for digest, _ in sample[name]] for name in names if name in sample}
+        digests = itertools.chain.from_iterable(shown.values())
+        new = {digest: text for digest in digests if (text := small.pop(digest, None))}
+        yield {**sample, **shown, **({"thumbnails": new} if new else {})}
 
 
-def _thumbnail(data: bytes) -> str | None:
-    """Return the thumbnail of an encoded image in base64; None if it cannot be decoded."""
+def _thumbnail(image: Image) -> str | None:
+    """Return the thumbnail of an image in base64; None if it cannot be decoded."""
     with contextlib.suppress(DataError):
-        return base64.b64encode(thumbnail(data, "an image of a sample")).decode("ascii")
+        return base64.b64encode(thumbnail(image.data, "an image of a sample")).decode("ascii")
     return None
 
 
-def dump_samples(folder: str | Path, step: int, samples: Iterable[Sample]) -> None:
+def dump_samples(folder: str | Path, step: int, samples: Sequence[Sample]) -> None:
     """Write ``<folder>/<step>.jsonl``, one sample per line; values that are not JSON are written as text."""
     write_samples(Path(folder) / f"{step}.jsonl", stored_samples(samples))
 
