@@ -29,13 +29,5 @@ echo "== 3/3  Answers about held-out pictures"
 if [ "$name" = vision ]; then
   python tools/count_squares.py --model outputs/vision/trained --pictures "$task/data/test.parquet"
 else
-  python - outputs/zoom/validation <<'SHOW'
-import json, pathlib, sys
-files = sorted(pathlib.Path(sys.argv[1]).glob("*.jsonl"), key=lambda file: int(file.stem))
-for file in (files[0], files[-1]):
-    rows = [json.loads(line) for line in file.read_text().split("\n") if line]
-    print(f"\nstep {file.stem}: {sum(row['score'] == 1 for row in rows)} of {len(rows)} answers are right")
-    for row in rows[:3]:
-        print(f"  {' '.join(row['output'].split())}    expected: {row['gts']}")
-SHOW
+  python tools/show_answers.py outputs/zoom/validation
 fi

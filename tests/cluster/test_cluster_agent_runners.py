@@ -19,13 +19,17 @@ import ray
 from light_workers import timed_tokens
 from support.expected_errors import raises
 from support.object_store import store_bytes
+from support.squares_task import make_squares_task
 from support.task_configs import arithmetic, train_config  # noqa: F401
+from support.vision_models import png
 from support.waits import wait_until
 
+from megarl.agents.frames import encode_prompt
 from megarl.agents.turns import context_digest
 from megarl.agents.types import ConversationGroup, SampleId, StoredTurn, Trajectory
 from megarl.base.errors import ConfigError
-from megarl.base.image_tokens import Image, image_key
+from megarl.base.image_files import ImageProcessor
+from megarl.base.image_tokens import Image, image_key, image_spans
 from megarl.base.processes import wait_for_ends
 from megarl.cluster import agent_runners
 from megarl.cluster.agent_runners import AgentRunners, RunnersLost, replica_processes
@@ -34,6 +38,7 @@ from megarl.cluster.resources import ResourcePool
 from megarl.cluster.session import RaySession
 from megarl.cluster.stored_images import store_images
 from megarl.cluster.worker_group import WorkerGroup
+from megarl.data.images import data_url
 from megarl.data.tokenizers import load_tokenizer
 from megarl.models import ParallelLayout
 from megarl.rollout.interface import Completion, SamplingParams
@@ -59,15 +64,16 @@ def replica(pool):
 def runners(
     pool,
     train_config,  # noqa: F811
-    arithmetic,  # noqa: F811
 ):
     started: list[AgentRunners] = []
 
-    def start(count):
+    def start(count, changes=None):
         keys = {"agent.num_workers": count, "health.timeout_s": 60.0}
-        config = train_config({f"actor_rollout_ref.rollout.{name}": value for name, value in keys.items()})
-        started.append(AgentRunners(config, load_tokenizer(str(arithmetic / "model")), pool))
-        assert started[-1].wait_ready() == ""
+        config = train_config(
+            {f"actor_rollout_ref.rollout.{name}": value for name, value in keys.items()} | (changes or {})
+        )
+        started.append(AgentRunners(config, load_tokenizer(config.actor_rollout_ref.model.path), pool))
+        assert bool(started[-1].wait_ready()) == config.actor_rollout_ref.rollout.serves_endpoint
         return started[-1]
 
     yield start
@@ -167,6 +173,36 @@ def test_images_of_a_lost_runner_are_read_by_the_next(runners, replica):
     assert service.close().runners_lost == 1
     [seen] = replica.call("seen_digests")
     assert seen == {image_key(file): image_key(file) for file in files}
+
+
+def test_an_external_agent_gets_stored_pictures_and_shows_others(runners, replica, tmp_path):
+    """The runner reads the prompt's file from the object store; the engine gets both pictures."""
+    model = str(make_squares_task(tmp_path / "squares") / "model")
+    agent = {"actor_rollout_ref.rollout.agent.external_agent": f"{LOOPS}:shows_another_picture"}
+    sizes = {"data.max_prompt_length": 64, "data.max_response_length": 64}
+    service = runners(1, {"actor_rollout_ref.model.path": model, **agent, **sizes})
+    processor, tokenizer = ImageProcessor(model), load_tokenizer(model)
+    first, later = (processor.read(png(56, 56, seed), "a picture") for seed in (1, 2))
+    [stored] = store_images([first])
+    messages = [{"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "How many squares?"}]}]
+    token = tokenizer.convert_tokens_to_ids("<|image_pad|>")
+    ids = np.array(encode_prompt(tokenizer, messages, images=[first], image_token=token))
+    [group] = groups_of(1, "external_agent")
+    facts = {"images": (stored,), "later": data_url(later)}
+    service.open(replica_processes(replica))
+    service.submit([replace(group, messages=messages, prompt_ids=ids, facts=facts)])
+    ended: dict[SampleId, Trajectory] = {}
+    while len(ended) < 2:
+        ended |= service.finished(1.0)
+    service.close()
+    for trajectory in ended.values():
+        assert trajectory.error is None and trajectory.fields["agent_result"] == {"digest": str(first.key)}
+        assert [(image.key, image.data) for image in trajectory.images] == [(later.key, later.data)]
+        assert trajectory.num_turns == 4 and trajectory.metrics["branches_dropped"] == 0
+        assert trajectory.prompt_ids.tolist() == ids.tolist()
+        assert [span.key for span in image_spans(trajectory.response_ids)] == [later.key]
+    [seen] = replica.call("seen_digests")
+    assert all(seen[image.key] == image.key for image in (first, later))
 
 
 def test_statistics_are_taken_while_conversations_go_on(runners, replica):

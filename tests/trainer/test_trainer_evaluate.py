@@ -128,15 +128,21 @@ def test_complete_good_answers_become_sft_data(tokenizer, batch, tmp_path):
 
 
 def test_best_answers_have_the_files_of_images(tokenizer, batch, tmp_path):
+    """Those of the prompt fit its placeholders, also if a later turn shows another one."""
     parts = [{"type": "image"}, {"type": "text", "text": "?"}]
     prompts = [[{"role": "user", "content": parts if row < 3 else "x"}] for row in range(len(batch))]
-    images = [(Image.of(b"file", 1, 1),) if row < 3 else () for row in range(len(batch))]
-    best = BestAnswers(BestAnswersConfig(str(tmp_path / "best.parquet")), tokenizer)
-    best.add(batch.with_columns({}, {"raw_prompt": prompts, "images": images}))
+    file, later = Image.of(b"file", 1, 1), Image.of(b"later", 1, 1)
+    images = [(file, later) if row == 0 else (file,) if row < 3 else () for row in range(len(batch))]
+    ids, responses = batch.tensors["prompts"], batch.tensors["responses"]
+    ids[:3], responses[0, 0] = file.token_ids[0], later.token_ids[0]
+    best = BestAnswers(BestAnswersConfig(str(tmp_path / "best.parquet"), keep=2), tokenizer)
+    best.add(batch.with_columns({"prompts": ids, "responses": responses}, {"raw_prompt": prompts, "images": images}))
     best.write()
     rows = pq.read_table(tmp_path / "best.parquet").to_pylist()
-    assert [row["prompt"][0]["content"] for row in rows] == ["<image>?", "x", "x"]
-    assert [row["images"] for row in rows] == [[{"bytes": b"file"}], [], []]
+    assert [row["prompt"][0]["content"] for row in rows] == ["<image>?", "<image>?", "x", "x", "x"]
+    assert [row["images"] for row in rows] == [[{"bytes": b"file"}]] * 2 + [[]] * 3
+    assert [row["later_images"] for row in rows] == [[{"bytes": b"later"}]] + [[]] * 4
+    assert rows[0]["response"][0]["content"].count("<image>") == 1
 
 
 def test_no_good_answer_is_an_error(tokenizer, batch, tmp_path):

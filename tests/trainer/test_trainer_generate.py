@@ -11,10 +11,11 @@ import torch
 from support.expected_errors import raises
 from transformers import AutoTokenizer
 
+from megarl.base.image_tokens import Image
 from megarl.config import GenerateConfig
 from megarl.config.build import build
 from megarl.config.keys import with_values
-from megarl.data import DataProto
+from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.trainer.jobs.generate import answer_rows, answers_line, prompt_files, run, write_answers
 from megarl.trainer.phases.data_loading import generation_loader
 
@@ -74,6 +75,29 @@ def test_rows_need_only_a_prompt_and_keep_all_columns(config, arithmetic, tmp_pa
     assert [row["responses"] for row in found] == [["3", "4"], ["7", None]]
     assert [row["prompt"] for row in found] == [row["prompt"] for row in rows]
     assert [row["level"] for row in found] == [3, 5] and "uid" not in found[0] and "data_source" not in found[0]
+
+
+def test_files_of_later_turns_are_in_a_column_of_their_own(arithmetic, tmp_path):
+    """Two samples of a prompt with a picture; the second one's tool shows another, and the first again."""
+    tokenizer = AutoTokenizer.from_pretrained(arithmetic / "model")
+    first, later = Image.of(b"first", 1, 1), Image.of(b"later", 1, 1)
+    message = {"role": "user", "content": [{"type": "image"}, {"type": "text", "text": "?"}]}
+    prompts = DataProto.from_dict({}, {"raw_prompt": [[message]], "images": [(first,)]})
+    responses = [tokenizer("4").input_ids, [*later.token_ids, *first.token_ids, *tokenizer("4").input_ids]]
+    lengths = [1, 1], [len(ids) for ids in responses]
+    tensors = {
+        "prompts": pad_left([list(first.token_ids)] * 2),
+        "responses": pad_right(responses),
+        "attention_mask": attention_mask_of(*lengths, 1, max(lengths[1])),
+    }
+    batch = DataProto.from_dict(tensors, {"images": [(first,), (first, later, first)]})
+    rows = answer_rows(prompts, batch, 2, tokenizer)
+    write_answers(tmp_path / "answers.parquet", rows)
+    write_answers(tmp_path / "answers.jsonl", rows)
+    texts = {"prompt": [{"role": "user", "content": "<image>?"}], "responses": ["4", "<image><image>4"]}
+    files = {"images": [{"bytes": b"first"}], "later_images": [[], [{"bytes": b"later"}, {"bytes": b"first"}]]}
+    assert pq.read_table(tmp_path / "answers.parquet").to_pylist() == [texts | files]
+    assert json.loads((tmp_path / "answers.jsonl").read_text(encoding="utf-8")) == texts
 
 
 @pytest.mark.parametrize("suffix", ["jsonl", "parquet"])

@@ -4,6 +4,7 @@ import base64
 import io
 import json
 import math
+import threading
 from itertools import pairwise
 from pathlib import Path
 
@@ -13,7 +14,7 @@ import torch
 from PIL import Image as pil
 from support.vision_models import png
 
-from megarl.base.image_tokens import Image
+from megarl.base.image_tokens import Image, RemoteFile, image_key
 from megarl.base.redaction import remember_secrets
 from megarl.data import DataProto, attention_mask_of, pad_left, pad_right
 from megarl.data.tokenizers import load_tokenizer
@@ -204,37 +205,63 @@ def test_samples_of_the_report_are_whole_groups(uids, count, expected):
     assert rows_of_groups(list(uids), count) == expected
 
 
+class Meeting(RemoteFile):
+    """A file whose read ends when another thread reads one, too."""
+
+    def __init__(self, data, barrier):
+        self.bytes, self.barrier = data, barrier
+
+    def __len__(self):
+        return len(self.bytes)
+
+    def read(self):
+        self.barrier.wait(60.0)
+        return self.bytes
+
+
+def test_thumbnails_of_several_samples_are_made_at_the_same_time():
+    barrier, files = threading.Barrier(2), [png(20, 20, seed) for seed in (1, 2)]
+    images = [Image(Meeting(file, barrier), 1, 1, image_key(file)) for file in files]
+    samples = [{"images": [(f"{image.key:x}", image)]} for image in images]
+    for sample, image in zip(stored_samples(samples, thumbnails=True), images, strict=True):
+        assert sample["images"] == [f"{image.key:x}"] == list(sample["thumbnails"])
+
+
 def test_samples_with_images_have_digests_and_a_thumbnail_each(arithmetic, tmp_path):
-    """Three prompts: two pictures, one of them damaged; one picture; none."""
+    """Three prompts: two pictures, one of them damaged; one picture, and two in later turns; none."""
     tokenizer = load_tokenizer(str(arithmetic / "model"))
-    seen, damaged = Image.of(png(320, 200), 2, 3), Image.of(png(56, 56)[:-2000], 1, 2)
+    seen, damaged, later = Image.of(png(320, 200), 2, 3), Image.of(png(56, 56)[:-2000], 1, 2), Image.of(png(8, 8), 1, 1)
     text, answer = tokenizer("3 + 3").input_ids, tokenizer("6").input_ids
+    turns = [*later.token_ids, *seen.token_ids, *answer]
     prompts = [[*text, *seen.token_ids, *damaged.token_ids], [*seen.token_ids, *text], text]
-    lengths, responses = [len(ids) for ids in prompts], [answer] * 3
-    widths = max(lengths), len(answer)
+    lengths, responses = [len(ids) for ids in prompts], [answer, turns, answer]
+    widths = max(lengths), len(turns)
     batch = DataProto.from_dict(
         {
             "prompts": pad_left(prompts, tokenizer.pad_token_id),
             "responses": pad_right(responses, tokenizer.pad_token_id),
-            "attention_mask": attention_mask_of(lengths, [len(answer)] * 3, *widths),
-            "token_level_scores": torch.zeros(3, len(answer)),
+            "attention_mask": attention_mask_of(lengths, list(map(len, responses)), *widths),
+            "token_level_scores": torch.zeros(3, len(turns)),
         },
         {
             "reward_model": [{"ground_truth": "6"}] * 3,
             "reward_failed": [False] * 3,
             "reward_extra_images": [5] * 3,
-            "images": [(seen, damaged), (seen,), ()],
+            "images": [(seen, damaged), (seen, later, seen), ()],
         },
     )
     samples = describe_samples(batch, tokenizer, step=1)
     assert [sample["input"] for sample in samples] == ["3 + 3<image><image>", "<image>3 + 3", "3 + 3"]
+    assert [sample["output"] for sample in samples] == ["6", "<image><image>6", "6"]
     digests = [[f"{image.key:x}" for image in images] for images in ((seen, damaged), (seen,))]
     dump_samples(tmp_path, 1, samples)
     lines = [json.loads(line) for line in (tmp_path / "1.jsonl").read_text(encoding="utf-8").splitlines()]
     assert [line.get("images") for line in lines] == [*digests, None]
+    assert [line.get("later_images") for line in lines] == [None, [f"{image.key:x}" for image in (later, seen)], None]
     assert all("thumbnails" not in line and line["reward_extra_images"] == 5 for line in lines)
     first, second, third = stored_samples(samples, thumbnails=True)
-    assert [second, third] == lines[1:], "an image has one thumbnail"
+    assert second.pop("thumbnails").keys() == {f"{later.key:x}"}, "an image has one thumbnail"
+    assert [second, third] == lines[1:]
     (digest,) = first["thumbnails"]
     small = base64.b64decode(first["thumbnails"][digest])
     assert digest == digests[0][0] and pil.open(io.BytesIO(small)).size == (100, 160)

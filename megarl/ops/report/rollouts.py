@@ -28,11 +28,11 @@ MOST_FILES = 600
 MOST_THUMBNAILS = 500
 FIELDS = (
     "run", "step", "kind", "input", "output", "gts", "score", "advantage", "source", "length", "masked", "tokens",
-    "images", "extra",
+    "images", "later_images", "extra",
 )  # fmt: skip
 _STANDARD_FIELDS = {
     "input", "output", "gts", "score", "step", "masked", "tokens", "data_source", "response_length", "advantage",
-    "images", "thumbnails",
+    "images", "later_images", "thumbnails",
 }  # fmt: skip
 _MOST_EXTRA = 400
 _DIGEST = re.compile("[0-9a-f]{1,16}")
@@ -45,7 +45,8 @@ class ReportRollouts(NamedTuple):
     """Samples for the page: rows with :data:`FIELDS`, whose values are None if unavailable.
 
     ``run`` is the index of the run, ``masked`` has the character spans of tool output, ``tokens`` is encoded as in
-    :mod:`megarl.tracking.token_columns`, and ``images`` has the digests of the prompt's images.
+    :mod:`megarl.tracking.token_columns`, ``images`` has the digests of the prompt's images, and
+    ``later_images`` those of later turns.
     """
 
     rows: list[Row]
@@ -96,7 +97,9 @@ def read_rollouts(runs: Sequence[RunRecord], budget: int, max_rows: int = MAX_RO
 
 def _thumbnails(rows: Sequence[Row], stored: Mapping[str, Any], budget: int) -> dict[str, str]:
     """Encode thumbnails of the rows' images again, from their pixels: the files of a run may be hostile."""
-    digests = dict.fromkeys(digest for row in rows for digest in row["images"] or () if digest in stored)
+    digests = dict.fromkeys(
+        digest for row in rows for name in ("images", "later_images") for digest in row[name] or () if digest in stored
+    )
     shown = dict[str, str]()
     for digest in select_evenly(list(digests), MOST_THUMBNAILS):
         with contextlib.suppress(DataError, ValueError, TypeError):
@@ -170,6 +173,7 @@ def _row(entry: Mapping[str, Any], step: int, kind: str, run: int) -> tuple[Row,
         "masked": masked,
         "tokens": tokens,
         "images": _digests(entry.get("images")),
+        "later_images": _digests(entry.get("later_images")),
         "extra": {
             name: shorten(value if isinstance(value, str) else json.dumps(value, ensure_ascii=False), _MOST_EXTRA)
             for name, value in entry.items()

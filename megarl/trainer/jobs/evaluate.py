@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import dataclasses
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
@@ -14,6 +15,7 @@ from megarl.agents.endpoint import check_endpoint
 from megarl.algorithms.selection import best_of_groups
 from megarl.base.atomic_write import atomic_write
 from megarl.base.errors import DataError
+from megarl.base.image_tokens import Image
 from megarl.base.json_text import format_json
 from megarl.base.reductions import Metrics
 from megarl.base.run_writer import RUN_WRITER
@@ -36,7 +38,7 @@ from megarl.trainer.phases.end_tokens import policy_end_tokens
 from megarl.trainer.phases.prompt_images import longest_with_images
 from megarl.trainer.phases.validation import Validator
 from megarl.trainer.records.reporting import RunReporter
-from megarl.trainer.records.sample_records import Sample, dump_samples, evenly_spaced
+from megarl.trainer.records.sample_records import LATER_IMAGES, Sample, dump_samples, evenly_spaced, images_by_turn
 from megarl.trainer.roles.worker_groups import ready_reward_model
 from megarl.workers.row_math import counted_rows, generated_tokens, row_sums, truncated_rows
 
@@ -148,7 +150,7 @@ class BestAnswers:
                 self._rows.append(
                     {
                         "prompt": [_message(message) for message in batch.non_tensor_batch["raw_prompt"][row]],
-                        **({} if images is None else {IMAGES: stored_images(images[row])}),
+                        **({} if images is None else _files(batch[row], images[row])),
                         "response": self._turns(batch, row),
                         "data_source": str(batch.non_tensor_batch["data_source"][row]),
                         "score": float(scores[row]),
@@ -171,7 +173,8 @@ class BestAnswers:
             )
         path.parent.mkdir(parents=True, exist_ok=True)
         with atomic_write(path) as unfinished:
-            columns = COLUMNS.append(pa.field(IMAGES, FILES)) if any(IMAGES in row for row in self._rows) else COLUMNS
+            shown = [name for name in (IMAGES, LATER_IMAGES) if any(row.get(name) for row in self._rows)]
+            columns = pa.schema([*COLUMNS, *(pa.field(name, FILES) for name in shown)])
             pq.write_table(pa.Table.from_pylist(self._rows, schema=columns), unfinished)
         return f"best answers: {path}, {len(self._rows)} answers to {self.prompts} prompts"
 
@@ -188,6 +191,11 @@ class BestAnswers:
             }
             for begin, end in zip([0, *borders], [*borders, length], strict=True)
         ]
+
+
+def _files(row: DataProto, images: Sequence[Image]) -> dict[str, list[dict[str, bytes]]]:
+    shown = images_by_turn(row.packed("prompts"), row.packed("responses"), images)
+    return {name: stored_images(files) for name, files in shown.items()}
 
 
 def _message(message: Any) -> dict[str, str]:

@@ -28,11 +28,13 @@ from megarl.trainer.jobs.preflight import check_generation
 from megarl.trainer.jobs.session import open_job
 from megarl.trainer.phases.data_loading import generation_loader
 from megarl.trainer.phases.end_tokens import policy_end_tokens
+from megarl.trainer.records.sample_records import LATER_IMAGES, images_by_turn
 
 MESSAGES = "raw_prompt"
 PROMPTS_FILE, ANSWERS_FILE = "prompts.jsonl", "answers.jsonl"
 RESPONSES = "responses"
 """Column with a prompt's samples, a list of texts, as in verl's generation."""
+_FILES = (IMAGES, LATER_IMAGES)
 SHOWN = 8
 """Number of prompts whose samples are printed."""
 
@@ -111,7 +113,7 @@ def prompt_files(prompts: list[str], target: Path) -> list[str]:
 def answer_rows(
     prompts: DataProto, batch: DataProto, samples: int, tokenizer: PreTrainedTokenizerBase
 ) -> list[dict[str, Any]]:
-    """Decode the samples of a batch into one output row per prompt.
+    """Decode the samples of a batch into one output row per prompt; ``later_images`` has a list for each sample.
 
     Args:
         batch: ``samples`` adjacent rows per prompt.
@@ -121,13 +123,17 @@ def answer_rows(
         None if error is not None else decode_text(tokenizer, ids.numpy())
         for ids, error in zip(batch.unpadded("responses"), errors, strict=True)
     ]
+    images = batch.non_tensor_batch.get(IMAGES, [()] * len(batch))
+    turns = map(images_by_turn, batch.unpadded("prompts"), batch.unpadded("responses"), images)
+    later = [stored_images(shown[LATER_IMAGES]) for shown in turns]
     columns = {name: values for name, values in prompts.non_tensor_batch.items() if name not in (MESSAGES, "index")}
     rows = []
     for row, messages in enumerate(prompts.non_tensor_batch[MESSAGES]):
+        of_prompt = slice(row * samples, (row + 1) * samples)
         fields = {name: values[row] for name, values in columns.items() if values[row] not in (None, {})}
         if IMAGES in fields:
-            fields[IMAGES] = stored_images(fields[IMAGES])
-        answers = texts[row * samples : (row + 1) * samples]
+            fields |= {IMAGES: stored_images(fields[IMAGES]), LATER_IMAGES: later[of_prompt]}
+        answers = texts[of_prompt]
         rows.append({"prompt": [*map(stored_message, messages)], **fields, RESPONSES: answers})
     return rows
 
@@ -139,6 +145,6 @@ def write_answers(target: Path, rows: list[dict[str, Any]]) -> None:
         if target.suffix == ".parquet":
             pq.write_table(pa.Table.from_pylist(rows), unfinished)
         else:
-            texts = ({name: value for name, value in row.items() if name != IMAGES} for row in rows)
+            texts = ({name: value for name, value in row.items() if name not in _FILES} for row in rows)
             lines = (format_json(row, ensure_ascii=False, default=str) for row in texts)
             unfinished.write_text("\n".join(lines) + "\n", encoding="utf-8")

@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import base64
 import contextlib
-from collections.abc import Callable, Iterable, Iterator, Sequence
+import itertools
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, TypeVar
 
@@ -14,7 +16,7 @@ from transformers import PreTrainedTokenizerBase
 from megarl.algorithms import sequence_counts, sequence_sums
 from megarl.base.errors import DataError
 from megarl.base.image_files import thumbnail
-from megarl.base.image_tokens import Image
+from megarl.base.image_tokens import Image, image_spans
 from megarl.base.redaction import mask_known
 from megarl.base.run_writer import RUN_WRITER
 from megarl.config.schema.jobs import ActorRolloutRefConfig
@@ -30,10 +32,14 @@ from megarl.workers.row_math import FINISH_REASON, generated_tokens, row_sums, t
 
 Sample = dict[str, Any]
 Item = TypeVar("Item")
+_DECODED_AT_ONCE = 4
+"""Images for thumbnails that are decoded at the same time; each takes three bytes per pixel."""
 
+LATER_IMAGES = "later_images"
+"""Field of a record, and column of a file, with the images that a response shows in later turns."""
 _FIELDS = (
     *("input", "output", "gts", "score", "step", "data_source", "response_length", "advantage"),
-    *("finish_reason", "masked", "agent_error", "tokens", IMAGES, "thumbnails"),
+    *("finish_reason", "masked", "agent_error", "tokens", IMAGES, LATER_IMAGES, "thumbnails"),
 )
 """Fields of a record that no extra field of a reward function replaces."""
 
@@ -56,8 +62,9 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     A record also has the extra fields of the reward function (``reward_extra_<name>`` for the name of a field of its
     own), ``data_source`` if the row has one, ``response_length`` in tokens, and ``finish_reason``. ``score`` is None if
     the reward failed. ``masked`` lists the characters of ``output`` that a tool or a search wrote, as ``[begin, end]``
-    pairs. ``advantage`` is the mean over the trained tokens. A failed conversation has ``agent_error``. A row with
-    images has ``images``, their digests with the images; :func:`stored_samples` keeps the digests.
+    pairs. ``advantage`` is the mean over the trained tokens. A failed conversation has ``agent_error``.
+    ``images`` and ``later_images`` have digests with images (:func:`images_by_turn`); :func:`stored_samples` keeps the
+    digests.
     """
     scores = row_sums(batch, "token_level_scores").tolist()
     failed = batch.non_tensor_batch["reward_failed"]
@@ -82,7 +89,7 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
             "response_length": len(ids),
             **({"finish_reason": reasons[row]} if reasons is not None else {}),
             **({"advantage": advantages[row]} if advantages is not None else {}),
-            **({IMAGES: _named_images(images[row])} if images is not None and images[row] else {}),
+            **({} if images is None else _named_images(images_by_turn(prompt, response, images[row]))),
             **{name: batch.non_tensor_batch[column][row] for name, column in extras.items()},
             **_conversation_fields(batch, tokenizer, row, ids, generated),
         }
@@ -91,9 +98,21 @@ def describe_samples(batch: DataProto, tokenizer: PreTrainedTokenizerBase, step:
     return samples
 
 
-def _named_images(images: Sequence[Image]) -> list[tuple[str, Image]]:
-    """A row's images with their digests, as its token ids have them; reads no file."""
-    return [(f"{image.key:x}", image) for image in images]
+def images_by_turn(prompt: Tensor, response: Tensor, images: Sequence[Image]) -> dict[str, list[Image]]:
+    """Return an image for each ``<image>``: ``images`` of the prompt, and ``later_images`` of the response.
+
+    Args:
+        prompt: token ids, ``[tokens]``, as ``response``.
+        images: of the row.
+    """
+    by_key = {image.key: image for image in images}
+    turns = {IMAGES: prompt, LATER_IMAGES: response}
+    return {name: [by_key[span.key] for span in image_spans(ids.numpy())] for name, ids in turns.items()}
+
+
+def _named_images(turns: dict[str, list[Image]]) -> dict[str, list[tuple[str, Image]]]:
+    """Images with their digests, as token ids have them; reads no file."""
+    return {name: [(f"{image.key:x}", image) for image in images] for name, images in turns.items() if images}
 
 
 def _mean_advantages(batch: DataProto) -> list[float | None] | None:
@@ -158,32 +177,31 @@ def samples_with_tokens(batch: DataProto, tokenizer: PreTrainedTokenizerBase, st
     return samples
 
 
-def stored_samples(samples: Iterable[Sample], *, thumbnails: bool = False) -> Iterator[Sample]:
-    """Yield samples for a file or a tracker: ``images`` has the digests alone.
+def stored_samples(samples: Sequence[Sample], *, thumbnails: bool = False) -> Iterator[Sample]:
+    """Yield samples for a file or a tracker: ``images`` and ``later_images`` have the digests alone.
 
     Args:
         thumbnails: add ``thumbnails``, base64 by digest, to the first sample of each image.
     """
-    done = set[str]()
+    names = (IMAGES, LATER_IMAGES)
+    images = dict(pair for sample in samples for name in names for pair in sample.get(name, ()) if thumbnails)
+    with ThreadPoolExecutor(_DECODED_AT_ONCE) as pool:
+        small = dict(zip(images, pool.map(_thumbnail, images.values()), strict=True))
     for sample in samples:
-        if IMAGES not in sample:
-            yield sample
-            continue
-        new = {digest: image for digest, image in sample[IMAGES] if thumbnails and digest not in done}
-        done |= new.keys()
-        small = {digest: text for digest, image in new.items() if (text := _thumbnail(image.data))}
-        stored = {**sample, IMAGES: [digest for digest, _ in sample[IMAGES]]}
-        yield {**stored, "thumbnails": small} if small else stored
+        shown = {name: [digest for digest, _ in sample[name]] for name in names if name in sample}
+        digests = itertools.chain.from_iterable(shown.values())
+        new = {digest: text for digest in digests if (text := small.pop(digest, None))}
+        yield {**sample, **shown, **({"thumbnails": new} if new else {})}
 
 
-def _thumbnail(data: bytes) -> str | None:
-    """Return the thumbnail of an encoded image in base64; None if it cannot be decoded."""
+def _thumbnail(image: Image) -> str | None:
+    """Return the thumbnail of an image in base64; None if it cannot be decoded."""
     with contextlib.suppress(DataError):
-        return base64.b64encode(thumbnail(data, "an image of a sample")).decode("ascii")
+        return base64.b64encode(thumbnail(image.data, "an image of a sample")).decode("ascii")
     return None
 
 
-def dump_samples(folder: str | Path, step: int, samples: Iterable[Sample]) -> None:
+def dump_samples(folder: str | Path, step: int, samples: Sequence[Sample]) -> None:
     """Write ``<folder>/<step>.jsonl``, one sample per line; values that are not JSON are written as text."""
     write_samples(Path(folder) / f"{step}.jsonl", stored_samples(samples))
 

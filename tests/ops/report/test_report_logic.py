@@ -205,17 +205,29 @@ def test_equal_texts_with_other_images_are_other_prompts(call):
     assert [prompt["input"] for prompt in shared] == ["two plus two"]
 
 
-def test_images_of_a_prompt_are_elements_in_order():
+@pytest.fixture
+def elements():
+    """The script of the answers, with elements as plain objects, and one thumbnail."""
     page, context = resources.files("megarl.ops.report").joinpath("page"), quickjs.Context()
     made = "({ tag, name, text, parts: [], append(...parts) { this.parts.push(...parts); } })"
     context.eval(f"var element = (tag, name, text) => {made};")
     context.eval(page.joinpath("rollouts.js").read_text(encoding="utf-8"))
     context.eval('var data = { thumbnails: { a1: "UklG" } };')
-    (box,) = json.loads(context.eval('JSON.stringify(imageElements(["a1", "b2"]))'))
+    return context
+
+
+def test_images_of_a_text_are_elements_in_order(elements):
+    (box,) = json.loads(elements.eval('JSON.stringify(imageElements(["a1", "b2"]))'))
     image, text = box["parts"]
     assert (image["tag"], image["src"], image["alt"]) == ("img", "data:image/webp;base64,UklG", "image 1 of 2")
     assert (text["tag"], text["text"]) == ("span", "image 2 of 2: not kept")
-    assert context.eval("imageElements(null).length") == 0
+    assert elements.eval("imageElements(null).length") == 0
+
+
+def test_images_of_later_turns_are_beside_the_answer(elements):
+    elements.eval('rollouts = { input: ["<image>?"], output: ["<image>2"], images: [["b2"]], later_images: [["a1"]] };')
+    prompt, answer = json.loads(elements.eval('JSON.stringify(["input", "output"].map((name) => cellOf(name, 0)))'))
+    assert (prompt["parts"][0]["parts"][0]["tag"], answer["parts"][0]["parts"][0]["tag"]) == ("span", "img")
 
 
 def test_sorting_puts_missing_values_last(call):

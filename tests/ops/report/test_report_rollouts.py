@@ -118,11 +118,13 @@ def test_images_of_the_selected_rows_are_encoded_again(make_run):
     large = picture(4000, 4000)
     thumbnails = {"a1": picture(pnginfo=note), "b2": picture(161, 160), "c3": large, "d4": "?", "e5": [], "f6": "AAAA"}
     first = sample(0, 1, images=[*thumbnails, "a1", HOSTILE, 7], thumbnails=thumbnails)
-    lines = [first, sample(1, 1, images="a1", thumbnails=[1]), sample(2, 1, images=["a1"])]
+    lines = [first, sample(1, 1, images="a1", thumbnails=[1]), sample(2, 1, images=["a1"], later_images=["g7"])]
+    lines.append(sample(3, 1, later_images=["70"], thumbnails={"70": picture()}))
     selection = read_rollouts([read_run(make_run(samples={1: lines}))], PLENTY)
-    assert [row["images"] for row in selection.rows] == [[*thumbnails, "a1", "", ""], None, ["a1"]]
+    assert [row["images"] for row in selection.rows] == [[*thumbnails, "a1", "", ""], None, ["a1"], None]
+    assert [row["later_images"] for row in selection.rows] == [None, None, [""], ["70"]]
     assert all(row["extra"] == {} for row in selection.rows)
-    assert list(selection.thumbnails) == ["a1"]
+    assert list(selection.thumbnails) == ["a1", "70"]
     shown = base64.b64decode(selection.thumbnails["a1"])
     assert b"taken" in base64.b64decode(thumbnails["a1"]) and b"taken" not in shown
     read = Image.open(io.BytesIO(shown))

@@ -58,10 +58,11 @@ function cellOf(name, index) {
   if (name === "run") return element("td", "", data.runs[value].name);
   const cell = element("td", name === "source" ? "" : "text", value.slice(0, 300));
   if (name === "input") cell.append(...imageElements(rollouts.images[index]));
+  if (name === "output") cell.append(...imageElements(rollouts.later_images[index]));
   return cell;
 }
 
-// Small copies of a prompt's images, in the order of its <image>; a text in place of one that was not kept.
+// Small copies of a text's images, in the order of its <image>; a text in place of one that was not kept.
 function imageElements(digests) {
   if (!digests) return [];
   const box = element("div", "images");
@@ -232,6 +233,7 @@ function detailRow(index, width) {
   block("Prompt", element("div", "plain", rollouts.input[index]));
   cell.append(...imageElements(rollouts.images[index]));
   block("Answer", answerElement(index));
+  cell.append(...imageElements(rollouts.later_images[index]));
   if (rollouts.gts[index]) block("Ground truth", element("div", "plain", rollouts.gts[index]));
   const extra = Object.entries(rollouts.extra[index]);
   if (extra.length) {
@@ -361,7 +363,7 @@ function sideColumn(run, prompt, number, step) {
   for (const index of chosen.slice(0, 4)) {
     const score = rollouts.score[index], head = element("p", "quiet", `step ${rollouts.step[index]}, reward `);
     head.append(element("b", score > 0 ? "good" : "bad", formatNumber(score)));
-    column.append(head, element("div", "plain", rollouts.output[index]));
+    column.append(head, element("div", "plain", rollouts.output[index]), ...imageElements(rollouts.later_images[index]));
   }
   return column;
 }
