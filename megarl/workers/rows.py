@@ -53,8 +53,9 @@ class PackedRows:
     def __init__(self, batch: DataProto, *, share_prompts: bool = False) -> None:
         self.batch = batch
         self.prompt_lengths, self.response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
-        self._shared = SharedPromptRows.of(batch) if share_prompts else None
         self._unpadded: dict[str, list[Tensor]] = {}
+        routes = self.unpadded(ROUTES) if share_prompts and ROUTES in batch.tensors else None
+        self._shared = SharedPromptRows.of(batch, routes) if share_prompts else None
 
     def __len__(self) -> int:
         return len(self.batch)
