@@ -60,6 +60,11 @@ class PackedRows:
     def __len__(self) -> int:
         return len(self.batch)
 
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a micro-batch computes equal beginnings of its rows once."""
+        return self._shared is not None
+
     def micro_batches(
         self, budget: MicroBatchBudget, rows: Sequence[int] | None = None, gather_counts: GatherCounts | None = None
     ) -> list[list[int]]:
@@ -138,7 +143,7 @@ class PackedRows:
         return PackedMicroBatch.from_rows(
             self.samples(rows),
             columns,
-            share_prompts=self._shared is not None,
+            share_prompts=self.shares_prompts,
             at_tokens=at_tokens,
             routes=[self.unpadded(ROUTES)[row] for row in rows] if replay and ROUTES in self.batch.tensors else None,
         )
@@ -164,7 +169,7 @@ class PackedRows:
 
     def pack_whole(self, rows: Sequence[int], pad: int | None) -> PackedMicroBatch:
         """Pack one micro-batch of the given rows, each with one output, at its last token that is not ``pad``."""
-        return pack_whole(self.samples(rows), pad, share_prompts=self._shared is not None)
+        return pack_whole(self.samples(rows), pad, share_prompts=self.shares_prompts)
 
     def column(self, name: str, rows: Sequence[int]) -> Tensor:
         """Pack a response-aligned column of the rows: ``[sum of response lengths, ...]``."""
