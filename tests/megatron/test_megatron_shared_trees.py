@@ -90,29 +90,46 @@ def pack(rows: list[Row], share: bool, routes: list[Tensor] | None = None) -> Pa
     )
 
 
-def step(place, path, setup: Setup, rows: list[Row], share: bool) -> Step:
-    """A forward pass and a backward pass, which replays the experts of the forward pass.
+def recorded_routes(rows: list[Row]) -> list[Tensor]:
+    """Experts of every token, two of four; the third row's differ from those of equal rows, from its third token on."""
+    known: dict[tuple[int, ...], Tensor] = {}
+    result = []
+    generator = torch.Generator().manual_seed(4)
+    for number, row in enumerate(rows):
+        ids = torch.cat([row.prompt, row.response]).tolist()
+        parts = []
+        for end in range(1, len(ids) + 1):
+            drawn = torch.stack([torch.randperm(4, generator=generator)[:2] for _ in range(4)]).to(torch.int16)
+            parts.append(drawn if number == 2 and end > 2 else known.setdefault(tuple(ids[:end]), drawn))
+        result.append(torch.stack(parts))
+    return result
+
+
+def step(place, path, setup: Setup, rows: list[Row], share: bool, routes: list[Tensor] | None = None) -> Step:
+    """A forward pass and a backward pass, with the experts of ``routes``.
 
     Rows that share are in one micro-batch or two (with interleaved stages); others have one each.
     """
     with engine(place, path, setup._replace(optimizer=PLAIN)) as built:
         layout = setup.layout
-        mine = rows[built.runtime.coordinate.dp :: layout.dp]
+        mine = range(len(rows))[built.runtime.coordinate.dp :: layout.dp]
         size = 1 if not share else len(mine) // 2 if layout.vpp > 1 else len(mine)
-        groups = [mine[at : at + size] for at in range(0, len(mine), size)]
-        packed = [pack(group, share) for group in groups]
+        packed = [
+            pack([rows[row] for row in group], share, None if routes is None else [routes[row] for row in group])
+            for group in (mine[at : at + size] for at in range(0, len(mine), size))
+        ]
         options = OutputOptions() if setup.value_head else OutputOptions(TEMPERATURE, with_entropy=True)
-        records = built.model.experts is not None
+        records = built.model.experts is not None and routes is None
         answers = built.forward(packed, options._replace(record_routes=records)) or []
         outputs: list[tuple[Tensor, ...]] = []
         for batch, answer in zip(packed, answers, strict=False):
             columns = (answer.values,) if setup.value_head else (answer.log_probs, answer.entropy)
             outputs += zip(*map(batch.split, columns), strict=True)
-        routes = [each for answer in answers for each in answer.routes] if records else []
+        recorded = [each for answer in answers for each in answer.routes] if records else []
         metrics = built.forward_backward(packed, value_loss if setup.value_head else policy_loss, options)
         params = built.weights.parameters()
         grads = {n: p.main_grad.clone() if p.requires_grad else torch.zeros_like(p) for n, p in params.items()}
-        return Step(outputs, routes, metrics, grads, sum(batch.num_tokens for batch in packed))
+        return Step(outputs, recorded, metrics, grads, sum(batch.num_tokens for batch in packed))
 
 
 @pytest.mark.parametrize("name", CASES)
@@ -121,19 +138,36 @@ def test_a_tree_equals_its_branches(pool, tmp_path, name):
     save_model(tmp_path, **model)
     rows, layout = branches(), setup.layout
     alone, shared = (pool.run(step, layout.world_size, tmp_path, setup, rows, share) for share in (False, True))
-    for rank, (ours, theirs) in enumerate(zip(shared, alone, strict=True)):
-        where = layout.coordinate(rank)
-        mine = rows[where.dp :: layout.dp]
+    for rank, result in enumerate(shared):
+        mine = rows[layout.coordinate(rank).dp :: layout.dp]
         groups = [mine[:4], mine[4:]] if layout.vpp > 1 else [mine]
-        assert ours.computed == sum(map(tree_size, groups)) < theirs.computed
-        assert len(ours.outputs) == len(theirs.outputs) == (len(mine) if where.pp == layout.pp - 1 else 0)
+        assert result.computed == sum(map(tree_size, groups)) < alone[rank].computed
+        assert len(result.outputs) == (len(mine) if layout.coordinate(rank).pp == layout.pp - 1 else 0)
+    check_same(tmp_path, setup, shared, alone)
+
+
+@pytest.mark.parametrize("name", ["moe-single", "moe-tp2-sp-ep2"])
+def test_replayed_experts_are_those_of_each_branch(pool, tmp_path, name):
+    model, setup = CASES[name]
+    save_model(tmp_path, **model)
+    rows, size = branches(), setup.layout.world_size
+    routes = recorded_routes(rows)
+    alone, shared = (pool.run(step, size, tmp_path, setup, rows, share, routes) for share in (False, True))
+    own = len(rows[2].prompt) + len(rows[2].response) - 2  # tokens of the third row that have other experts
+    assert {result.computed for result in shared} == {tree_size(rows[:2] + rows[3:]) + own}
+    check_same(tmp_path, setup, shared, alone)
+
+
+def check_same(path, setup: Setup, shared: list[Step], alone: list[Step]) -> None:
+    for ours, theirs in zip(shared, alone, strict=True):
+        assert len(ours.outputs) == len(theirs.outputs)
         for left, right in zip(ours.outputs, theirs.outputs, strict=True):
             for values, expected in zip(left, right, strict=True):
                 torch.testing.assert_close(values, expected, rtol=0, atol=1e-5)
         for left, right in zip(ours.routes, theirs.routes, strict=True):
             assert torch.equal(left, right)
         assert ours.metrics == pytest.approx(theirs.metrics, rel=1e-5, abs=1e-6)
-    ours, theirs = (assemble(tmp_path, setup, [result.grads for result in results]) for results in (shared, alone))
-    scale = max(grad.abs().max().item() for grad in theirs.values())
-    for name, expected in theirs.items():
-        torch.testing.assert_close(ours[name], expected, rtol=1e-5, atol=1e-5 * scale)
+    mine, plain = (assemble(path, setup, [result.grads for result in results]) for results in (shared, alone))
+    scale = max(grad.abs().max().item() for grad in plain.values())
+    for name, expected in plain.items():
+        torch.testing.assert_close(mine[name], expected, rtol=1e-5, atol=1e-5 * scale)
