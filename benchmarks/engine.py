@@ -15,6 +15,9 @@ the order of the training data.
 parameter and token for forward and backward, 2 for forward, plus attention) over the matrix-product speed of the same
 run, both by processor time.
 
+A further table has a conversation of six turns that ends in eight branches, which leave it after different turns. It
+compares a micro-batch that computes their common turns once with one that computes every branch from its beginning.
+
 On a CUDA device only the engine is measured, on micro-batches of 8,192 packed tokens of dense models with 0.5 and 1.5
 billion parameters. Neither Ray nor Transformer Engine is needed; the implementation of the layers is printed.
 """
@@ -93,6 +96,16 @@ def build_mixes(count: int, vocab: int, seed: int) -> list[Mix]:
     return [
         Mix("equal lengths", [torch.randint(0, vocab, (256,)) for _ in range(count // 2)]),
         Mix("log-normal lengths", [torch.randint(0, vocab, (length,)) for length in mixed]),
+    ]
+
+
+def build_branches(vocab: int, seed: int, *, branches: int = 8, turns: int = 6, turn: int = 96) -> list[Tensor]:
+    """Build branches of one conversation: a prompt and turns of equal length; branch ``n`` leaves it at turn ``n``."""
+    generator = torch.Generator().manual_seed(seed)
+    stem = torch.randint(0, vocab, (turn * (turns + 1),), generator=generator)
+    leaves = [turn * (1 + number % turns) for number in range(branches)]
+    return [
+        torch.cat([stem[:leaf], torch.randint(0, vocab, (len(stem) - leaf,), generator=generator)]) for leaf in leaves
     ]
 
 
@@ -225,6 +238,25 @@ def on_cpu(args: argparse.Namespace) -> None:
             for mix in build_mixes(args.sequences, shape["vocab_size"], args.seed):
                 for train in (False, True):
                     report_cpu(engine, model, shape, mix, train, peak, args)
+            report_branches(engine, build_branches(shape["vocab_size"], args.seed, turn=args.turn), args)
+
+
+def report_branches(engine: MegatronEngine, rows: Sequence[Tensor], args: argparse.Namespace) -> None:
+    """Print computed tokens and seconds of branches whose common turns are computed once, and of whole branches."""
+    pairs = [(row[: args.turn], row[args.turn :]) for row in rows]
+    batches = {
+        "each branch whole": [PackedMicroBatch.from_rows(pairs)],
+        "common turns once": [PackedMicroBatch.from_rows(pairs, share_prompts=True)],
+    }
+    planned = timed(lambda: PackedMicroBatch.from_rows(pairs, share_prompts=True), torch.device("cpu"))
+    print(f"\n{len(rows)} branches of a conversation, {len(rows[0])} tokens each; packed in {1e3 * planned.cpu:.1f} ms")
+    print(f"{'':<36}{'computed':>10}{'log-probs s':>14}{'and backward s':>16}")
+    taken = [
+        medians({n: engine_runner(engine, b, train) for n, b in batches.items()}, args.repeats, torch.device("cpu"))
+        for train in (False, True)
+    ]
+    for name, (batch,) in batches.items():
+        print(f"{name:<36}{batch.num_tokens:>10,}{taken[0][name].cpu:>14.2f}{taken[1][name].cpu:>16.2f}", flush=True)
 
 
 def report_cpu(
@@ -301,11 +333,12 @@ def main() -> None:
     parser.add_argument("--sequences", type=int, default=48, help="on a CPU: sequences of the mixed lengths")
     parser.add_argument("--batch-sizes", type=int, nargs="+", default=[4, 8, 16], help="of transformers")
     parser.add_argument("--max-tokens", type=int, default=2048, help="on a CPU: tokens of a packed micro-batch")
+    parser.add_argument("--turn", type=int, default=96, help="on a CPU: tokens of a turn of the branched conversation")
     parser.add_argument("--sizes", nargs="+", choices=("0.5b", "1.5b"), default=["0.5b", "1.5b"], help="on CUDA")
     parser.add_argument("--micro-batches", type=int, default=4, help="on CUDA: micro-batches of 8,192 tokens per step")
     parser.add_argument("--repeats", type=int, default=5)
     parser.add_argument("--seed", type=int, default=1)
-    args = parse_sizes(parser, sequences=2, batch_sizes=[2], max_tokens=256, repeats=1)
+    args = parse_sizes(parser, sequences=2, batch_sizes=[2], max_tokens=256, repeats=1, turn=8)
     on_cuda(args) if args.device == "cuda" else on_cpu(args)
 
 

@@ -240,7 +240,7 @@ class _Planner:
             megatron = teacher.megatron
             keys = _micro_keys(teacher, f"distillation.teacher_models.{name}")
             micro = self._micro(keys, megatron, None, step.longest)
-            micro = _with_shared_prompts(micro, megatron, step, shared)
+            micro = _with_shared_prompts(micro, megatron, shared)
             dp = megatron.data_parallel_size or 1
             yield PhasePlan(teacher_phase(name), megatron.layout, dp, 1, 1, step.prompts, samples, micro, False)
 
@@ -268,7 +268,7 @@ class _Planner:
         self._divides_samples(mini, step, dp)
         samples = mini.value * n
         micro = self._micro(_micro_keys(keys, path), megatron, _share(samples, dp), step.longest)
-        micro = _with_shared_prompts(micro, megatron, step, keys.use_prefix_grouper)
+        micro = _with_shared_prompts(micro, megatron, keys.use_prefix_grouper)
         mini_batches = step.prompts // mini.value
         return PhasePlan(
             name, megatron.layout, dp or 1, keys.ppo_epochs, mini_batches, mini.value, samples, micro, True
@@ -282,7 +282,7 @@ class _Planner:
         samples = prompts * step.samples_per_prompt
         self._divides_samples(_Key("data.train_batch_size", prompts), step, dp)
         micro = self._micro(keys, megatron, _share(samples, dp), step.longest)
-        micro = _with_shared_prompts(micro, megatron, step, share_prompts)
+        micro = _with_shared_prompts(micro, megatron, share_prompts)
         return PhasePlan(name, megatron.layout, dp or 1, 1, 1, prompts, samples, micro, False)
 
     def _micro(self, keys: _MicroKeys, megatron: MegatronConfig, share: int | None, longest: _Key) -> MicroBatches:
@@ -375,10 +375,9 @@ def _micro_keys(
     )
 
 
-def _with_shared_prompts(micro: MicroBatches, megatron: MegatronConfig, step: _Step, enabled: bool) -> MicroBatches:
-    """Keep samples of one prompt together, if there are several and the layout can share prompts."""
-    possible = step.samples_per_prompt > 1 and megatron.context_parallel_size == 1
-    return replace(micro, share_prompts=possible and enabled)
+def _with_shared_prompts(micro: MicroBatches, megatron: MegatronConfig, enabled: bool) -> MicroBatches:
+    """Keep samples of one prompt together, and share equal beginnings, if the layout can."""
+    return replace(micro, share_prompts=enabled and megatron.context_parallel_size == 1)
 
 
 def _share(samples: int, dp: int | None) -> int | None:

@@ -2,7 +2,8 @@
 
 A causal model gives the tokens of a prompt the same hidden states for every response. All layers except attention can
 therefore compute the prompt once for all its samples in a micro-batch. The plans place samples of one prompt on one
-data-parallel rank and in one micro-batch.
+data-parallel rank and in one micro-batch. The packed engine shares longer beginnings, too, such as the turns that two
+branches of a conversation have in common: a micro-batch has at most the tokens that its plan counts.
 """
 
 from __future__ import annotations
@@ -57,10 +58,13 @@ class SharedPromptRows:
     prompt_ids: Sequence[int]
 
     @classmethod
-    def of(cls, batch: DataProto) -> SharedPromptRows:
+    def of(cls, batch: DataProto, routes: Sequence[Tensor] | None = None) -> SharedPromptRows:
         """Read the rows of a batch with ``prompts``, ``responses`` and ``attention_mask``.
 
         With ``prompt_digests`` it does not read the tokens of the prompts, which may be in other processes.
+
+        Args:
+            routes: per row ``[tokens, ...]`` experts to replay. Only prompts with equal experts are computed once.
         """
         prompt_lengths, response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
         numbers: dict[Hashable, int] = {}
@@ -69,6 +73,9 @@ class SharedPromptRows:
             keys = batch.tensors[DIGESTS].tolist()
         else:
             keys = (prompt.cpu().numpy().tobytes() for prompt in batch.unpadded("prompts"))
+        if routes is not None:
+            experts = (of_row[:length].numpy().tobytes() for of_row, length in zip(routes, prompt_lengths, strict=True))
+            keys = zip(keys, experts, strict=True)
         return cls(prompt_lengths, response_lengths, [numbers.setdefault(key, len(numbers)) for key in keys])
 
     def by_prompt(self, rows: Sequence[int]) -> list[list[int]]:
@@ -136,9 +143,11 @@ def partition_by_prompt(
         equal: every rank must get the same number of rows of each mini-batch.
 
     Returns:
-        Row numbers of each rank, mini-batch by mini-batch; None with too few prompts, or if equal counts are
-        impossible.
+        Row numbers of each rank, mini-batch by mini-batch; None with too few prompts, if no prompt has several rows,
+        or if equal counts are impossible.
     """
+    if len(set(rows.prompt_ids)) == len(rows.prompt_ids):
+        return None
     plan: list[list[int]] = [[] for _ in range(dp)]
     for start in range(0, len(rows.prompt_ids), mini_batch_rows):
         groups = rows.by_prompt(range(start, start + mini_batch_rows))

@@ -189,32 +189,38 @@ class MegatronWorker(SavingWorker):
 
         Returns:
             Metrics under the role's prefix, averaged over the optimizer steps; equal on all ranks. ``skipped_steps``
-            and ``empty_steps``, those without a trained token, are counts.
+            and ``empty_steps``, those without a trained token, are counts; so are, if equal beginnings of sequences
+            may be computed once, ``computed_tokens`` and ``sequence_tokens``, those of all sequences one by one.
         """
         rows = self.packed_rows(batch, plan.budget)
         share = plan.mini_batch_rows // self.settings.layout.dp
         sizes = batch.meta_info.get(MINI_BATCH_SIZES, [share] * (len(rows) // share))
         totals: dict[str, float] = defaultdict(float)
-        steps = 0
+        steps, tokens = 0, torch.zeros(2, dtype=torch.int64)
 
         def compute_gradient(
             mini_batch: range, groups: Sequence[Sequence[int]]
-        ) -> tuple[dict[str, float], Sequence[Sequence[int]]]:
+        ) -> tuple[dict[str, float], Sequence[Sequence[int]], Tensor]:
             packed, counts = self._pack_mini_batch(rows, mini_batch, groups, plan, columns, extra_columns)
             sums = self.engine.forward_backward(packed, partial(weighted_sums, loss, counts.sequences), outputs)
-            return sums | {"empty_steps": float(not counts.tokens)}, groups
+            packed_tokens = torch.tensor([(each.num_tokens, sum(each.lengths)) for each in packed]).sum(0)
+            return sums | {"empty_steps": float(not counts.tokens)}, groups, packed_tokens
 
         for _ in range(plan.epochs):
             for start, stop in pairwise(accumulate(sizes, initial=0)):
                 mini_batch = range(start, stop)
                 compute = partial(compute_gradient, mini_batch)
-                metrics, groups = self.memory.run_pass(UPDATE, plan.budget, rows, compute, mini_batch)
+                metrics, groups, packed_tokens = self.memory.run_pass(UPDATE, plan.budget, rows, compute, mini_batch)
+                tokens += packed_tokens
                 metrics |= self.step_metrics(self.engine.optimizer_step(), rows, groups)
                 for name, value in metrics.items():
                     totals[name] += value
                 steps += 1
         means = {f"{self.prefix}/{name}": value / steps for name, value in totals.items()}
         means |= {f"{self.prefix}/{name}": Total(totals[name]) for name in ("skipped_steps", "empty_steps")}
+        if rows.shares_prompts:
+            computed, whole = self.engine.all_reduce_dp(tokens).tolist()
+            means |= {f"{self.prefix}/computed_tokens": Total(computed), f"{self.prefix}/sequence_tokens": Total(whole)}
         return means | self.memory.take_metrics() | self.end_phase()
 
     def _pack_mini_batch(

@@ -59,25 +59,11 @@ class _RewardPairs(PairRows):
 
     def pack_pairs(self, rows: Sequence[int], total: int) -> PackedMicroBatch:
         """Pack some pairs out of ``total`` into one micro-batch, with one output per sequence."""
-        parts = []
-        for row in rows:
-            pair = self.sequences(row)
-            common = _common_beginning(*pair) if self.share else 1
-            parts += [(ids[:common], ids[common:]) for ids in pair]
+        parts = [(ids[:1], ids[1:]) for row in rows for ids in self.sequences(row)]
         columns = {SHARE: torch.full((len(parts),), 1.0 / total)}
         if MARGINS in self.batch.tensors:
             columns[MARGINS] = self.batch.tensors[MARGINS][torch.tensor(rows)].repeat_interleave(2)
         return pack_whole(parts, self.pad, columns, share_prompts=self.share)
-
-
-def _common_beginning(first: Tensor, second: Tensor) -> int:
-    """Length of two sequences' common prefix; at least 1.
-
-    Sequences that differ in their first token share nothing: the packing detects that.
-    """
-    shorter = min(len(first), len(second))
-    differ = (first[:shorter] != second[:shorter]).nonzero().flatten()
-    return max(1, int(differ[0]) if len(differ) else shorter)
 
 
 class RewardTrainingWorker(PairTrainingWorker):

@@ -53,11 +53,17 @@ class PackedRows:
     def __init__(self, batch: DataProto, *, share_prompts: bool = False) -> None:
         self.batch = batch
         self.prompt_lengths, self.response_lengths = (lengths.tolist() for lengths in sequence_lengths(batch))
-        self._shared = SharedPromptRows.of(batch) if share_prompts else None
         self._unpadded: dict[str, list[Tensor]] = {}
+        routes = self.unpadded(ROUTES) if share_prompts and ROUTES in batch.tensors else None
+        self._shared = SharedPromptRows.of(batch, routes) if share_prompts else None
 
     def __len__(self) -> int:
         return len(self.batch)
+
+    @property
+    def shares_prompts(self) -> bool:
+        """Whether a micro-batch computes equal beginnings of its rows once."""
+        return self._shared is not None
 
     def micro_batches(
         self, budget: MicroBatchBudget, rows: Sequence[int] | None = None, gather_counts: GatherCounts | None = None
@@ -137,7 +143,7 @@ class PackedRows:
         return PackedMicroBatch.from_rows(
             self.samples(rows),
             columns,
-            share_prompts=self._shared is not None,
+            share_prompts=self.shares_prompts,
             at_tokens=at_tokens,
             routes=[self.unpadded(ROUTES)[row] for row in rows] if replay and ROUTES in self.batch.tensors else None,
         )
@@ -163,7 +169,7 @@ class PackedRows:
 
     def pack_whole(self, rows: Sequence[int], pad: int | None) -> PackedMicroBatch:
         """Pack one micro-batch of the given rows, each with one output, at its last token that is not ``pad``."""
-        return pack_whole(self.samples(rows), pad, share_prompts=self._shared is not None)
+        return pack_whole(self.samples(rows), pad, share_prompts=self.shares_prompts)
 
     def column(self, name: str, rows: Sequence[int]) -> Tensor:
         """Pack a response-aligned column of the rows: ``[sum of response lengths, ...]``."""

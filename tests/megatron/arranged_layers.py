@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 from megarl.megatron import MegatronEngine
 from megarl.megatron.engine import model
-from megarl.megatron.layers.torch_layers import PackedAttention, SharedPromptAttention
+from megarl.megatron.layers.torch_layers import PackedAttention, SharedPrefixAttention
 from megarl.models import ModelConfig
 
 
@@ -68,7 +68,7 @@ def decoder_spec(
     for layer in spec.layer_specs:
         attention = layer.submodules.self_attention.submodules
         if getattr(attention, "core_attention", None) is PackedAttention:
-            attention.core_attention = partial(SharedPromptAttention, kernel=WholeSequences)
+            attention.core_attention = partial(SharedPrefixAttention, kernel=WholeSequences)
     return spec
 
 

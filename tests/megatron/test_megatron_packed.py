@@ -58,30 +58,66 @@ def test_sequences_are_stored_in_order_of_length(lengths):
     assert [len(sequence) for sequence in stored] == sorted(p + r for p, r in lengths)
 
 
-@settings(max_examples=80)
-@given(st.lists(st.integers(1, 6), min_size=1, max_size=4), st.data())
-def test_shared_prompt_is_stored_once(prompts, data):
-    numbers = data.draw(st.lists(st.integers(0, len(prompts) - 1), min_size=1, max_size=9))
-    responses = data.draw(st.lists(st.integers(0, 5), min_size=len(numbers), max_size=len(numbers)))
-    drawn = [prompt for prompt, _ in make_rows([(length, 0) for length in prompts])]
-    rows = [
-        (drawn[number], response + 500)
-        for number, (_, response) in zip(numbers, make_rows([(0, length) for length in responses]), strict=True)
-    ]
-    packed, plain = (PackedMicroBatch.from_rows(rows, share_prompts=share) for share in (True, False))
-    assert packed.num_tokens == sum(prompts[number] for number in set(numbers)) + sum(responses)
-    assert torch.equal(packed.tokens[packed.read_at], plain.tokens[plain.read_at])
-    assert torch.equal(packed.targets, plain.targets)
-    assert packed.lengths == plain.lengths
-    for share in (True, False):
-        themselves = PackedMicroBatch.from_rows(rows, share_prompts=share, at_tokens=True)
-        assert torch.equal(themselves.tokens[themselves.read_at], plain.targets)
+TOKENS = st.lists(st.sampled_from([-7, 3, 2**40]), max_size=6)
+PARTS = st.tuples(TOKENS.filter(len), TOKENS)
+
+
+def tree_nodes(rows):
+    """For each token of each row, the tokens up to it and their experts: equal ones are one node of a prefix tree."""
+    return [[tuple(row[: end + 1]) for end in range(len(row))] for row in rows]
+
+
+@settings(max_examples=300)
+@given(st.lists(PARTS, min_size=1, max_size=7), st.booleans(), st.data())
+def test_equal_beginnings_are_stored_once(parts, replays, data):
+    rows = [tuple(torch.tensor(part, dtype=torch.int64) for part in row) for row in parts]
+    routes = None
+    if replays:
+        experts = [data.draw(st.lists(st.integers(0, 1), min_size=len(p + r), max_size=len(p + r))) for p, r in parts]
+        routes = [torch.tensor(each, dtype=torch.int16).reshape(-1, 1, 1) for each in experts]
+    packed, plain = (PackedMicroBatch.from_rows(rows, share_prompts=share, routes=routes) for share in (True, False))
+    assert plain.shared is None and packed.lengths == plain.lengths and packed.order == plain.order
+    nodes = tree_nodes(
+        [list(zip(p + r, experts[n] if replays else p + r, strict=True)) for n, (p, r) in enumerate(parts)]
+    )
+    stored = len(set().union(*nodes))
+    assert packed.num_tokens in (stored, plain.num_tokens)
     if packed.shared is None:
-        assert len(set(numbers)) == len(numbers)
-        assert torch.equal(packed.tokens, plain.tokens)
+        repeats = len({tuple(prompt) for prompt, _ in parts}) < len(parts)
+        assert stored == plain.num_tokens or (not repeats and 32 * (plain.num_tokens - stored) < plain.num_tokens)
+        assert torch.equal(packed.tokens, plain.tokens) and torch.equal(packed.read_at, plain.read_at)
     else:
         assert torch.equal(packed.tokens[packed.shared.spread], plain.tokens)
-        assert torch.equal(packed.shared.spread[packed.shared.kept], torch.arange(packed.num_tokens))
+        assert torch.equal(packed.shared.spread[packed.shared.kept], torch.arange(stored))
+        assert torch.equal(packed.shared.kept, packed.shared.kept.sort().values)
+        by_row = packed.per_row(torch.arange(stored))
+        numbers = {
+            node: number
+            for row, of_row in enumerate(nodes)
+            for node, number in zip(of_row, by_row[row].tolist(), strict=True)
+        }
+        assert sorted(numbers.values()) == list(range(stored)) and len(numbers) == stored
+    for ours, theirs in zip(packed.per_row(packed.tokens), rows, strict=True):
+        assert torch.equal(ours, torch.cat(theirs))
+    if routes is not None:
+        for ours, theirs in zip(packed.per_row(packed.routes), routes, strict=True):
+            assert torch.equal(ours, theirs)
+    for form in ({}, {"at_tokens": True}, {"at_end": True}):
+        shared, apart = (
+            PackedMicroBatch.from_rows(rows, share_prompts=share, routes=routes, **form) for share in (True, False)
+        )
+        assert torch.equal(shared.targets, apart.targets)
+        whole = torch.arange(apart.num_tokens) if shared.shared is None else shared.shared.spread
+        assert torch.equal(shared.read_at, whole[apart.read_at])
+
+
+def test_different_prompts_share_what_is_worth_the_copies():
+    first, second = torch.arange(40), torch.arange(40).flip(0)
+    for common, shares in ((5, False), (6, True)):  # two rows of 85 or 86 tokens
+        rows = [(torch.cat([torch.full((common,), 77), own]), own) for own in (first, second)]
+        packed = PackedMicroBatch.from_rows(rows, share_prompts=True)
+        assert (packed.shared is not None) == shares
+        assert packed.num_tokens == 2 * (common + 80) - common * shares
 
 
 def test_columns_keep_row_order():

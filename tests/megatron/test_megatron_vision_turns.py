@@ -16,7 +16,7 @@ CASES = [
     *("qwen2_5_vl single", "qwen2_5_vl tp2cp2sp", "qwen2_5_vl pp2vpp2+", "qwen3_vl pp2vpp2+", "qwen3_5 single"),
     *of_release([], ["qwen2_5_vl cp2", "qwen2_5_vl dp2+", "qwen3_vl tp2cp2sp", "qwen3_5 tp2sp", "qwen3_5_moe ep2"]),
 ]
-"""Family and layout; ``+`` stores a shared prompt once."""
+"""Family and layout; ``+`` stores equal beginnings once."""
 
 
 def ids_of(parts: list[int | Image]) -> torch.Tensor:
@@ -48,6 +48,7 @@ def studies(tmp_path_factory):
                 turns([5, 6, first, 7], [4, first, 4, 4], 3),  # the prompt's image again
                 turns([20, 21], [22, 23, 24], 4),
                 turns([dot, 3], [30, twin, tall, 31], 5),
+                turns([dot, 3, 30, twin, tall, 31], [32, odd, 33], 6),  # the next turn of the row before
             ]
             prepared[family] = folder, folder.reference()
         return prepared[family]

@@ -3,7 +3,16 @@
 import pytest
 import torch
 from role_processes import ACTOR, LAYOUTS, Role, actor_arguments
-from tiny_policies import RESPONSE_WIDTH, ROW_LENGTHS, actor_tokens, load_model, train
+from tiny_policies import (
+    RESPONSE_WIDTH,
+    ROW_LENGTHS,
+    actor_tokens,
+    load_model,
+    policy_tokens,
+    rectangle,
+    rows_of,
+    train,
+)
 
 from megarl.workers.actor import ActorWorker
 from megarl.workers.settings import MicroBatchBudget, UpdatePlan
@@ -34,6 +43,44 @@ def test_ranks_with_different_rows_run_the_same_number_of_micro_batches(role_poo
             "actor/skipped_steps": 0.0,
             "actor/empty_steps": 0.0,
         }
+        assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
+    for name, ours in weights[0].items():
+        assert torch.equal(ours, weights[1][name])
+
+
+def test_equal_beginnings_are_computed_once_and_counted(role_pool, models):
+    """Rows 2, 4 and 6 have one prompt and fork within their responses; row 7 is the beginning of row 0."""
+    layout, plan = LAYOUTS["dp2"], [[0, 1, 7], [2, 3, 4, 5, 6]]
+    responses = models.batch.tensors["responses"].clone()
+    responses[4, :2], responses[7, :1] = responses[2, :2], responses[0, :1]
+    responses[6, :3] = responses[4, :3]
+    batch, model = models.batch.with_columns({"responses": responses}, {}), load_model(models.policy_path)
+    with torch.no_grad():
+        log_probs = rectangle([policy_tokens(model, row)[0] for row in rows_of(batch)])
+    batch = batch.with_columns({"old_log_probs": log_probs - 0.1, "ref_log_prob": log_probs + 0.3}, {})
+    nodes = []
+    for rows in plan:
+        of_rank = [rows_of(batch)[row] for row in rows]
+        whole = [torch.cat([row.prompt, row.response]).tolist() for row in of_rank]
+        nodes.append({tuple(ids[: end + 1]) for ids in whole for end in range(len(ids))})
+    arguments = actor_arguments(models.policy_path, layout)
+    budget = MicroBatchBudget(max_tokens=64, share_prompts=True)
+    arguments["plan"] = UpdatePlan(len(ROW_LENGTHS), 1, budget, "token-mean", RESPONSE_WIDTH)
+    with Role(role_pool, ActorWorker, layout, arguments) as actor:
+        actor.count_tokens()
+        results = actor.split("update_actor", batch, len(ROW_LENGTHS), plan=plan)
+        counted = actor.counted_tokens()
+        weights = actor.local_weights()
+    assert counted == [[len(of_rank)] for of_rank in nodes] == [[17], [28]]
+    expected = train(model, batch, actor_tokens, "token-mean", len(ROW_LENGTHS))
+    expected_metrics = {f"actor/{name}": value for name, value in expected.metrics.items()} | {
+        "actor/kl_coef": ACTOR.kl_loss_coef,
+        "actor/skipped_steps": 0.0,
+        "actor/empty_steps": 0.0,
+        "actor/computed_tokens": 45,
+        "actor/sequence_tokens": sum(map(sum, ROW_LENGTHS)),
+    }
+    for metrics in results:
         assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
     for name, ours in weights[0].items():
         assert torch.equal(ours, weights[1][name])

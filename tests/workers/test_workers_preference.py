@@ -114,4 +114,6 @@ def test_common_prompt_is_computed_once(role_pool, models):
     with Role(role_pool, PreferenceWorker, ParallelLayout(), arguments) as role:
         role.count_tokens()
         role.map("compute_pair_log_probs", batch)
-        assert role.counted_tokens() == [[sum(len(part) for pair in made for part in pair)]]
+        whole = [[*pair[0].tolist(), *response.tolist()] for pair in made for response in pair[1:]]
+        once = {tuple(ids[: end + 1]) for ids in whole for end in range(len(ids))}
+        assert role.counted_tokens() == [[len(once)]] and len(once) < sum(map(len, whole))

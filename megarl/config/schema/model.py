@@ -289,8 +289,9 @@ class UpdateBatchConfig:
     )
     use_prefix_grouper: bool = key(
         True,
-        "Keep samples of one prompt in one micro-batch if that saves work, and compute the prompt once for all of "
-        "them; no effect with context parallelism or Transformer Engine's layers.",
+        "Keep samples of one prompt in one micro-batch if that saves work, and compute the prompt, and any longer "
+        "beginning that sequences of a micro-batch have in common, once for all of them; no effect with context "
+        "parallelism.",
     )
 
 

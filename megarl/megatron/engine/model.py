@@ -41,7 +41,7 @@ from megarl.megatron.layers.torch_layers import (
     RMSNorm,
     RMSNormOverKeys,
     RMSNormOverQueries,
-    SharedPromptAttention,
+    SharedPrefixAttention,
     ValueHead,
     rotation_table,
 )
@@ -370,7 +370,7 @@ def _fused_layer(model: ModelConfig, has_experts: bool) -> ModuleSpec:
     )
     engine = importlib.import_module("megatron.core.extensions.transformer_engine")
     attention = layer.submodules.self_attention.submodules
-    attention.core_attention = partial(SharedPromptAttention, kernel=engine.TEDotProductAttention)
+    attention.core_attention = partial(SharedPrefixAttention, kernel=engine.TEDotProductAttention)
     if model.latent is not None:
         layer.submodules.input_layernorm = engine.TENorm
         layer.submodules.self_attention = latent_attention_spec(

@@ -32,7 +32,7 @@ from megarl.megatron.layers.kernels import (
     flash_prefix_attention,
     window_attention,
 )
-from megarl.megatron.layers.packed import PackedMicroBatch, SharedPrompts, copy_to, ranges
+from megarl.megatron.layers.packed import PackedMicroBatch, SharedPrefixes, copy_to, ranges
 from megarl.models.functional import causal_attention, sink_attention
 from megarl.models.vision_tower import ImageRows, TowerInput
 
@@ -163,7 +163,7 @@ class MicroBatchPart:
         widest: largest number of response tokens of any rank.
         sources: ``[response tokens]`` int64, index of each of the micro-batch's response tokens in all ranks' outputs,
             each rank's padded to ``widest``.
-        shared: mapping between stored tokens and whole sequences, if some share their prompt.
+        shared: mapping between stored tokens and whole sequences, if some share their beginning.
         image_rows: indices ``[n]`` int64 of tokens of images, among those that this tensor-parallel rank embeds, and
             their features ``[1 + deepstack, n, hidden]`` (:meth:`megarl.models.vision_tower.ImageFeatures.rows`); None
             without them, and on pipeline stages that do not need them.
@@ -179,7 +179,7 @@ class MicroBatchPart:
     local_indices: Tensor
     widest: int
     sources: Tensor
-    shared: SharedPrompts | None = None
+    shared: SharedPrefixes | None = None
     image_rows: ImageRows | None = None
     tower_input: TowerInput | None = None
 
@@ -209,13 +209,13 @@ def context_parallel_part(
         multiple: every rank's number of tokens is a multiple of this; required by sequence parallelism.
 
     Raises:
-        DataError: rows share prompts, and there are several ranks.
+        DataError: rows share their beginnings, and there are several ranks.
     """
     if micro_batch.shared is not None:
         if ranks > 1:
-            text = f"context parallelism over {ranks} ranks cannot divide sequences that share a prompt"
+            text = f"context parallelism over {ranks} ranks cannot divide sequences that share their beginnings"
             raise DataError(text, code="layout.cp-shared-prompts")
-        return _with_shared_prompts(micro_batch, micro_batch.shared, multiple)
+        return _with_shared_prefixes(micro_batch, micro_batch.shared, multiple)
     lengths = padded_lengths(micro_batch.lengths, ranks, multiple)
     total = sum(lengths)
     starts = [0, *accumulate(lengths)][: len(micro_batch.lengths)]
@@ -268,7 +268,7 @@ def part_tokens(micro_batch: PackedMicroBatch, ranks: int = 1, multiple: int = 1
     return sum(padded_lengths(micro_batch.lengths, ranks, multiple)) // ranks
 
 
-def _with_shared_prompts(micro_batch: PackedMicroBatch, shared: SharedPrompts, multiple: int) -> MicroBatchPart:
+def _with_shared_prefixes(micro_batch: PackedMicroBatch, shared: SharedPrefixes, multiple: int) -> MicroBatchPart:
     """All of a micro-batch, padded to a multiple by an additional last sequence."""
     stored, whole = micro_batch.num_tokens, len(shared.spread)
     missing = -stored % multiple
@@ -287,7 +287,7 @@ def _with_shared_prompts(micro_batch: PackedMicroBatch, shared: SharedPrompts, m
         local_indices=torch.arange(count),
         widest=count,
         sources=torch.arange(count),
-        shared=SharedPrompts(torch.cat([shared.spread, torch.arange(stored, stored + missing)]), kept),
+        shared=SharedPrefixes(torch.cat([shared.spread, torch.arange(stored, stored + missing)]), kept),
     )
 
 

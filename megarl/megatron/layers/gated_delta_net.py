@@ -95,7 +95,7 @@ class GatedDeltaNet(nn.Module):
         return self.out_proj(normed.flatten(1)[:, None])[0], None
 
     def _core(self, qkv: Tensor, ba: Tensor, sequences: PackedSequences, keep: bool) -> Tensor:
-        """Convolution and delta rule, ``[stored tokens, value heads, value_dim]``; shared prompts are spread.
+        """Convolution and delta rule, ``[stored tokens, value heads, value_dim]``; shared beginnings are spread.
 
         Torch's delta rule has products of all tokens of a chunk. They are kept for the backward, or computed again.
         """

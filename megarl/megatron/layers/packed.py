@@ -9,8 +9,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field, replace
-from itertools import accumulate
+from itertools import accumulate, pairwise
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -35,21 +36,61 @@ def begin_copy_to_host(tensor: Tensor) -> Tensor:
     return host.copy_(tensor, non_blocking=True)
 
 
+WORTH_SHARING = 1 / 32
+"""Least share of its tokens that a micro-batch of different prompts must save: attention copies whole sequences."""
+
+
 @dataclass(frozen=True)
-class SharedPrompts:
-    """Mapping between stored tokens and whole sequences, if a prompt of several sequences is stored once.
+class SharedPrefixes:
+    """Mapping between stored tokens and whole sequences, if sequences store their common beginnings once.
+
+    A causal model gives tokens with equal tokens before them equal hidden states, whatever follows. So the stored
+    tokens are the nodes of a prefix tree.
 
     Attributes:
         spread: ``[tokens of whole sequences]`` int64, index of each among the stored tokens.
-        kept: ``[stored tokens]`` int64, index of each among the whole sequences (one of them if shared).
+        kept: ``[stored tokens]`` int64, index of each among the whole sequences: in the first that has it.
     """
 
     spread: Tensor
     kept: Tensor
 
-    def to(self, device: torch.device) -> SharedPrompts:
+    @classmethod
+    def of(cls, tokens: Tensor, lengths: Sequence[int], routes: Tensor | None = None) -> SharedPrefixes:
+        """Find the common beginnings of sequences.
+
+        In lexicographic order, a sequence has its longest common beginning with its predecessor.
+
+        Args:
+            tokens: ``[tokens]`` int64, the sequences end to end, with ``lengths``.
+            routes: ``[tokens, ...]`` experts to replay. Tokens with different experts have different hidden states.
+        """
+        values = tokens.numpy()[:, None].view(np.uint8)
+        if routes is not None:
+            values = np.concatenate([values, routes.numpy().reshape(len(tokens), -1).view(np.uint8)], axis=1)
+        starts = [*accumulate(lengths, initial=0)]
+        keys = [values[start:stop].tobytes() for start, stop in pairwise(starts)]
+        indices = np.arange(len(tokens))
+        source = indices.copy()
+        for before, row in pairwise(sorted(range(len(keys)), key=keys.__getitem__)):
+            common = _common_bytes(keys[before], keys[row]) // values.shape[1]
+            source[starts[row] : starts[row] + common] = source[starts[before] : starts[before] + common]
+        first = indices.copy()
+        first[source[::-1]] = indices[::-1]  # the last value of an index counts
+        source = first[source]
+        is_stored = source == indices
+        spread = (is_stored.cumsum() - 1)[source]
+        return cls(torch.from_numpy(spread), torch.from_numpy(np.flatnonzero(is_stored)))
+
+    def to(self, device: torch.device) -> SharedPrefixes:
         """Copy the tensors to ``device``."""
-        return SharedPrompts(copy_to(self.spread, device), copy_to(self.kept, device))
+        return SharedPrefixes(copy_to(self.spread, device), copy_to(self.kept, device))
+
+
+def _common_bytes(first: bytes, second: bytes) -> int:
+    shorter = min(len(first), len(second))
+    differ = np.frombuffer(first, np.uint8, shorter) != np.frombuffer(second, np.uint8, shorter)
+    return int(differ.argmax()) if differ.any() else shorter
 
 
 @dataclass(frozen=True)
@@ -60,7 +101,7 @@ class PackedMicroBatch:
     computes each such run in one call). ``response_lengths``, outputs and ``columns`` are in row order.
 
     Attributes:
-        tokens: ``[tokens]`` int64, prompts and responses; a shared prompt once. Tokens of images are negative
+        tokens: ``[tokens]`` int64, prompts and responses; common beginnings once. Tokens of images are negative
             (:mod:`megarl.base.image_tokens`).
         lengths: tokens of each whole sequence, in stored order.
         read_at: ``[response tokens]`` int64, index in ``tokens`` of each response token's output: of the token before
@@ -82,7 +123,7 @@ class PackedMicroBatch:
     response_lengths: tuple[int, ...]
     row_lengths: Tensor
     columns: Mapping[str, Tensor] = field(default_factory=dict)
-    shared: SharedPrompts | None = None
+    shared: SharedPrefixes | None = None
     order: tuple[int, ...] = ()
     routes: Tensor | None = None
 
@@ -102,7 +143,8 @@ class PackedMicroBatch:
         Args:
             rows: prompt and response token ids of each row, 1-D; a response may be empty, a prompt may not.
             columns: tensors over the response tokens, one row after the other.
-            share_prompts: store a prompt of several rows once: only attention distinguishes the rows.
+            share_prompts: store a prompt of several rows once, and every longer beginning that rows have in common, up
+                to a whole row: only attention distinguishes the rows. Different prompts share if it saves enough.
             at_tokens: read outputs at the response tokens instead of one position before them.
             at_end: one output per row, at its last token, in place of those of the response tokens.
             routes: each row's experts, prompt and response, ``[tokens, expert layers, experts per token]``.
@@ -117,31 +159,43 @@ class PackedMicroBatch:
         if 0 in prompt_lengths:
             text = f"row {prompt_lengths.index(0)} of a micro-batch has no prompt token to predict from"
             raise DataError(text, code="batch.empty-prompt")
-        store = _Store.of([prompt for prompt, _ in rows], response_lengths, share_prompts)
-        at_responses = ranges(store.response_at, store.responses) if at_tokens else store.predictors()
-        read_at = store.ends() if at_end else at_responses
+        order = sorted(range(len(rows)), key=lambda row: prompt_lengths[row] + response_lengths[row])
+        lengths = tuple(prompt_lengths[row] + response_lengths[row] for row in order)
+        starts = dict(zip(order, accumulate(lengths, initial=0), strict=False))
+        first = [starts[row] + prompt for row, prompt in enumerate(prompt_lengths)]
+        if at_end:
+            read_at = torch.tensor([at + length - 1 for at, length in zip(first, response_lengths, strict=True)])
+        else:
+            read_at = ranges(first if at_tokens else [at - 1 for at in first], response_lengths)
         for name, column in (columns or {}).items():
             if len(column) != len(read_at):
                 text = f"column '{name}' has {len(column)} entries for {len(read_at)} response tokens"
                 raise DataError(text, code="batch.column-length")
-        tokens = store.stored(rows).to(torch.int64)
-        stored_routes = None
-        if routes is not None:
-            stored_routes = store.stored(
-                [each.tensor_split([n]) for each, n in zip(routes, prompt_lengths, strict=True)]
-            )
-        outputs = (1,) * len(rows) if at_end else response_lengths
+        tokens = torch.cat([part for row in order for part in rows[row]]).to(torch.int64)
+        stored_routes = None if routes is None else torch.cat([routes[row] for row in order])
         targets = tokens[read_at] if at_end else torch.cat([response for _, response in rows]).to(torch.int64)
+        shared = None
+        if share_prompts and len(rows) > 1:
+            shared = SharedPrefixes.of(tokens, lengths, stored_routes)
+            saved = len(tokens) - len(shared.kept)
+            # Plans of micro-batches count on prompts that several rows have.
+            repeats = len({prompt.numpy().tobytes() for prompt, _ in rows}) < len(rows)
+            if not saved or (saved < WORTH_SHARING * len(tokens) and not repeats):
+                shared = None
+        if shared is not None:
+            tokens, read_at = tokens[shared.kept], shared.spread[read_at]
+            stored_routes = None if stored_routes is None else stored_routes[shared.kept]
+        outputs = (1,) * len(rows) if at_end else response_lengths
         return cls(
             tokens=tokens,
-            lengths=tuple(store.length(row) for row in store.order),
+            lengths=lengths,
             read_at=read_at,
             targets=targets.clamp(min=0),
             response_lengths=outputs,
             row_lengths=torch.tensor(outputs, dtype=torch.int64),
             columns=dict(columns or {}),
-            shared=store.shared() if len(store.families) < len(rows) else None,
-            order=tuple(store.order),
+            shared=shared,
+            order=tuple(order),
             routes=stored_routes,
         )
 
@@ -179,81 +233,3 @@ def ranges(starts: Sequence[int], lengths: Sequence[int]) -> Tensor:
     counts = torch.tensor(lengths, dtype=torch.int64)
     before = torch.tensor(starts, dtype=torch.int64) - (counts.cumsum(0) - counts)
     return torch.arange(int(counts.sum())) + before.repeat_interleave(counts)
-
-
-@dataclass(frozen=True)
-class _Store:
-    """Storage positions of each row's parts: group after group, a group's prompt before its responses.
-
-    Attributes:
-        order: rows by the length of their sequence, the order of whole sequences.
-        families: rows with one prompt, in the order of their first.
-        prompt_at: index of each row's first prompt token.
-        response_at: index of each row's first response token.
-    """
-
-    prompts: Sequence[int]
-    responses: Sequence[int]
-    order: Sequence[int]
-    families: Sequence[Sequence[int]]
-    prompt_at: Sequence[int]
-    response_at: Sequence[int]
-
-    @classmethod
-    def of(cls, prompts: Sequence[Tensor], responses: Sequence[int], share: bool) -> _Store:
-        """Assign positions to rows; each row is a separate family unless they ``share`` prompts."""
-        lengths = [len(prompt) for prompt in prompts]
-        order = sorted(range(len(lengths)), key=lambda row: lengths[row] + responses[row])
-        families: dict[bytes | int, list[int]] = {}
-        for row in order:
-            families.setdefault(prompts[row].numpy().tobytes() if share else row, []).append(row)
-        prompt_at, response_at, offset = [0] * len(lengths), [0] * len(lengths), 0
-        for family in families.values():
-            begin = offset
-            offset += lengths[family[0]]
-            for row in family:
-                prompt_at[row], response_at[row] = begin, offset
-                offset += responses[row]
-        return cls(lengths, responses, order, list(families.values()), prompt_at, response_at)
-
-    def stored(self, halves: Sequence[Sequence[Tensor]]) -> Tensor:
-        """Concatenate values of each row's prompt and response tokens in the order of storage."""
-        return torch.cat(
-            [part for rows in self.families for part in (halves[rows[0]][0], *(halves[r][1] for r in rows))]
-        )
-
-    def length(self, row: int) -> int:
-        """Tokens of a whole sequence."""
-        return self.prompts[row] + self.responses[row]
-
-    def predictors(self) -> Tensor:
-        """For each response token, row after row, the index of the token that predicts it.
-
-        The last token of a prompt predicts the first of a response, which may be stored elsewhere.
-        """
-        starts, lengths = [], []
-        for prompt, response, prompt_at, response_at in zip(
-            self.prompts, self.responses, self.prompt_at, self.response_at, strict=True
-        ):
-            first = min(response, 1)
-            starts += [prompt_at + prompt - 1, response_at]
-            lengths += [first, response - first]
-        return ranges(starts, lengths)
-
-    def ends(self) -> Tensor:
-        """Index of the last token of each row."""
-        pairs = zip(self.prompts, self.responses, self.prompt_at, self.response_at, strict=True)
-        return torch.tensor([(at + n if n else prompt_at + prompt) - 1 for prompt, n, prompt_at, at in pairs])
-
-    def shared(self) -> SharedPrompts:
-        """Mapping between stored tokens and whole sequences."""
-        spread = ranges(
-            [at for row in self.order for at in (self.prompt_at[row], self.response_at[row])],
-            [length for row in self.order for length in (self.prompts[row], self.responses[row])],
-        )
-        starts = dict(zip(self.order, accumulate(map(self.length, self.order), initial=0), strict=False))
-        kept = ranges(
-            [at for f in self.families for at in (starts[f[0]], *(starts[row] + self.prompts[row] for row in f))],
-            [length for f in self.families for length in (self.prompts[f[0]], *(self.responses[row] for row in f))],
-        )
-        return SharedPrompts(spread, kept)

@@ -34,7 +34,7 @@ class RoutedTokens:
     Under sequence parallelism a router has one part of the tokens of its context-parallel rank.
 
     Attributes:
-        copies: ``[tokens]`` float32, number of sequences with the token: 0 for padding, above 1 in a shared prompt.
+        copies: ``[tokens]`` float32, number of sequences with the token: 0 for padding, above 1 in a shared beginning.
         members: ``[2, pairs]`` int64: a token and the index of a sequence that contains it.
         lengths: ``[sequences]`` float32, tokens of each whole sequence.
         routes: ``[tokens, expert layers, per token]`` int64, experts to replay, or :data:`NO_ROUTE`; None without

@@ -26,7 +26,7 @@ from megarl.megatron.layers.kernels import (
     flash_sink_attention,
     packed_attention,
 )
-from megarl.megatron.layers.packed import SharedPrompts
+from megarl.megatron.layers.packed import SharedPrefixes
 from megarl.models.delta_rule import ChunkPlan
 from megarl.models.vision_tower import ImageRows
 
@@ -41,7 +41,7 @@ class PackedSequences(PackedSeqParams):
             rank; None if Megatron rotates, or has rotated.
         window_rotation: the same for layers with sliding-window attention; None = no difference.
         sharers: context-parallel ranks that divide each sequence zig-zag; None if this rank has whole sequences.
-        shared: mapping between stored tokens and whole sequences, if some share their prompt.
+        shared: mapping between stored tokens and whole sequences, if some share their beginning.
         chunks: storage of the sequences in gated delta net layers; None without such layers.
         image_rows: features of the tokens of images, see
             :class:`~megarl.megatron.layers.context_parallel.MicroBatchPart`.
@@ -51,7 +51,7 @@ class PackedSequences(PackedSeqParams):
     rotation: tuple[Tensor, Tensor] | None = None
     window_rotation: tuple[Tensor, Tensor] | None = None
     sharers: dist.ProcessGroup | None = None
-    shared: SharedPrompts | None = None
+    shared: SharedPrefixes | None = None
     chunks: ChunkPlan | None = None
     image_rows: ImageRows | None = None
 
@@ -247,8 +247,8 @@ class PackedAttention(nn.Module):
         return attended.flatten(1)
 
 
-class SharedPromptAttention(nn.Module):
-    """Transformer Engine's attention over packed sequences that may share prompts.
+class SharedPrefixAttention(nn.Module):
+    """Transformer Engine's attention over packed sequences that may share their beginnings.
 
     Megatron rotates queries and keys sequence by sequence before it calls the attention. Tokens that are stored once
     for several sequences are rotated here instead, in place of Megatron, and spread to whole sequences.
