@@ -121,23 +121,24 @@ class ImageReader:
 
 def read_parts(
     messages: Sequence[Mapping[str, Any]], reader: ImageReader | None, location: str, first: int = 0
-) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Read the images in messages of a tool, a loop or a client; no file and no address is opened.
+) -> tuple[list[dict[str, Any]], dict[str, Image]]:
+    """Read the images in messages of a tool, a loop or a client by their headers; no file and no address is opened.
 
-    A content is a text, in which ``<image>`` has no meaning, or a list of parts, see :func:`part_file`.
+    A content is a text, in which ``<image>`` has no meaning, or a list of parts, see :func:`part_file`. An image may
+    still be damaged: decode it, once its tokens have room.
 
     Args:
         reader: of the policy; None = it reads text alone.
-        location: the messages in errors.
+        location: a part in errors, with ``{}`` for the numbers of its message and itself.
         first: number of the first message in errors.
 
     Returns:
-        The messages, with one text each, or with parts of type ``image`` without data; and the images.
+        The messages, with one text each, or with parts of type ``image`` without data; and the images by location.
 
     Raises:
         DataError: an image cannot be read, the policy reads none, or a part has another type.
     """
-    shown, images = list[dict[str, Any]](), list[Image]()
+    shown, images = list[dict[str, Any]](), dict[str, Image]()
     for number, message in enumerate(messages, first):
         content = message.get("content")
         if not isinstance(content, Sequence) or isinstance(content, str):
@@ -145,13 +146,13 @@ def read_parts(
             continue
         parts, before = list[dict[str, Any]](), len(images)
         for place, part in enumerate(content):
-            where = f"{location}, message {number}, part {place}"
+            where = location.format(number, place)
             if (file := part_file(part, where)) is None:
                 parts.append({"type": "text", "text": part["text"]})
                 continue
             if reader is None:
                 raise DataError(f"{where}: the policy reads text alone, and no images", code="image.text-model")
-            images.append(reader.processor.read(file, where))
+            images[where] = reader.processor.read(file, where, was_checked=True)
             parts.append({"type": "image"})
         has_images = len(images) > before
         shown.append({**message, "content": parts if has_images else "".join(part["text"] for part in parts)})

@@ -110,6 +110,7 @@ WRONG = {
     "other type": (None, [{"type": "image", "image": PICTURE}]),
     "too many": ("context_length_exceeded", [url_part(PICTURE)] * 700),
     "too large": ("context_length_exceeded", [url_part(url(png(1, (224, 224)))) for _ in range(20)]),
+    "not decoded": ("context_length_exceeded", [url_part(url(png(1, (224, 224))[:-30])) for _ in range(20)]),
 }
 
 

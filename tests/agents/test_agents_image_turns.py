@@ -167,6 +167,11 @@ def test_parts_of_text_are_one_text(tokenizer, conversation):
     assert "tool\n42" in decode_text(tokenizer, trajectory.response_ids) and not trajectory.images
 
 
+def read(conversation, messages):
+    location = "turn 1, message {}, part {}"
+    return asyncio.run(read_images(messages, conversation.image_reader, location, check_tokens=lambda tokens: None))
+
+
 def bad_png():
     return png(3)[:-30]
 
@@ -186,8 +191,8 @@ BAD = {
 @pytest.mark.parametrize("code", BAD)
 def test_a_bad_image_fails_the_conversation(tokenizer, reader, conversation, code):
     messages = [{"role": "tool", "content": "fine"}, {"role": "tool", "content": [part(png(1)), BAD[code]]}]
-    with raises(code, "message 1, part 1"):
-        asyncio.run(read_images(conversation, messages, "turn 1"))
+    with raises(code, "turn 1, message 1, part 1"):
+        read(conversation, messages)
     trajectory, contexts = lead(tokenizer, conversation, [part(png(1)), BAD[code]])
     assert "turn 1 of the environment, message 0, part 1" in trajectory.error and len(contexts) == 1
     assert trajectory.finish_reason == "error" and not any(trajectory.response_mask)
@@ -197,7 +202,7 @@ def test_a_bad_image_fails_the_conversation(tokenizer, reader, conversation, cod
 def test_no_file_or_address_is_opened(conversation, address):
     for image in (url_part(address), part(address), {"type": "image", "path": address}):
         with raises("image.remote"):
-            asyncio.run(read_images(conversation, [{"role": "user", "content": [image]}], "turn 1"))
+            read(conversation, [{"role": "user", "content": [image]}])
 
 
 def test_a_policy_of_text_sees_no_image(tokenizer, conversation):
@@ -206,9 +211,11 @@ def test_a_policy_of_text_sees_no_image(tokenizer, conversation):
     assert "reads text alone" in trajectory.error
 
 
-def test_an_image_without_room_ends_the_conversation(tokenizer, conversation):
+@pytest.mark.parametrize("cut", [None, -30])
+def test_an_image_without_room_is_not_decoded_and_ends_the_conversation(tokenizer, conversation, cut):
+    """Without room, it is not found out that an image is damaged."""
     generate = Turns(tokenizer, CALL, "3")
-    loop = ToolLoop(tokenizer, {"zoom": ToolEntry(Show(config={"content": [part(png(1, (560, 560)))]}))})
+    loop = ToolLoop(tokenizer, {"zoom": ToolEntry(Show(config={"content": [part(png(1, (560, 560))[:cut])]}))})
     short = replace(conversation, params=SamplingParams(60))
     trajectory = asyncio.run(lead_conversation(short, loop, generate))
     assert trajectory.finish_reason == "length" and trajectory.error is None and not trajectory.images
