@@ -225,19 +225,20 @@ def test_an_image_without_room_is_not_decoded_and_ends_the_conversation(tokenize
 class Forger(AgentLoop):
     """Writes tokens of an image that no turn has read, or of half an image."""
 
-    def __init__(self, ids):
-        self.ids = ids
+    def __init__(self, ids, prompt_ids=(1,)):
+        self.ids, self.prompt_ids = ids, prompt_ids
 
     async def run(self, conversation, generate):
-        transcript = Transcript(conversation, [1])
+        transcript = Transcript(conversation, self.prompt_ids)
         transcript.observe(self.ids)
         return transcript.end("stop")
 
 
 def test_tokens_of_unknown_images_fail_the_conversation(conversation, reader):
     other, known = reader.processor.read(png(77), "other"), conversation.images[0]
-    for ids in (other.token_ids, known.token_ids[1:], known.token_ids[::-1]):
-        trajectory = asyncio.run(lead_conversation(conversation, Forger(ids), None))
+    halves = known.token_ids[2:], known.token_ids[:2]
+    for ids in ((other.token_ids,), (known.token_ids[1:],), (known.token_ids[::-1],), halves):
+        trajectory = asyncio.run(lead_conversation(conversation, Forger(*ids), None))
         assert trajectory.error is not None and not trajectory.response_ids and not trajectory.images
     assert asyncio.run(lead_conversation(conversation, Forger(known.token_ids), None)).error is None
 
