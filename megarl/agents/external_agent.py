@@ -97,12 +97,13 @@ class ExternalAgent(AgentLoop):
         """
         if self.endpoint is None:
             raise AgentError("external_agent was built without the run's endpoint", code="agent.no-endpoint")
+        messages = await asyncio.to_thread(_with_files, conversation)
         async with self.endpoint.session(conversation, generate) as access:
             task = AgentTask(
                 base_url=access.base_url,
                 api_key=access.api_key,
                 model=access.model,
-                messages=_with_files(conversation),
+                messages=messages,
                 facts=conversation.facts,
             )
             try:

@@ -189,7 +189,8 @@ def part_file(part: Any, location: str) -> bytes | None:
 
 def data_url(image: Image) -> str:
     """Return the file of an image as a data URL, in the form of OpenAI's ``image_url`` parts."""
-    return f"data:{image_type(image.data)};base64,{base64.b64encode(image.data).decode('ascii')}"
+    data = image.data
+    return f"data:{image_type(data)};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 def with_image_tokens(ids: list[int], images: Sequence[Image], token: int, location: str) -> list[int]:

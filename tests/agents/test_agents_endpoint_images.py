@@ -2,12 +2,13 @@
 
 import asyncio
 import base64
+import threading
 from dataclasses import replace
 
 import pytest
 from agent_cases import Scripted, sampling
 from endpoint_cases import HAS_OPENAI, USER, Refused, complete, lead, listening, message_of
-from image_cases import png, squares_reader, text_part, url, url_part
+from image_cases import WatchedFile, png, squares_reader, text_part, url, url_part
 from make_squares import task_tokenizer
 
 from megarl.agents import Conversation
@@ -80,6 +81,23 @@ def test_an_agent_sees_the_rows_image_and_shows_others(endpoint, tokenizer, conv
     assert [number for number in trajectory.response_ids if number < 0] == shown
     generated = {i for i, mask in zip(trajectory.response_ids, trajectory.response_mask, strict=True) if mask}
     assert min(generated) >= 0 and sum(trajectory.response_mask) == 6
+
+
+def test_a_stored_file_is_read_once_and_in_a_thread(endpoint, tokenizer, conversation):
+    file = WatchedFile(png(10))
+    stored = replace(conversation, facts={IMAGES: (replace(conversation.facts[IMAGES][0], file=file),)})
+
+    def agent(task):
+        complete(task, task.messages)
+
+    (trajectory,) = lead(endpoint, Scripted(tokenizer, ["1<|im_end|>"]), agent, [stored])
+    assert trajectory.error is None and trajectory.prompt_ids == list(conversation.prompt_ids)
+    (reader,) = file.readers
+
+    async def thread():
+        return threading.get_ident()
+
+    assert reader != endpoint.loop.run(thread())
 
 
 def test_another_image_in_the_history_begins_a_branch(endpoint, tokenizer, conversation):
