@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.base.errors import DataError
-from megarl.base.image_files import MAX_BYTES, ImageProcessor, image_type, picture_file
+from megarl.base.image_files import MAX_BYTES, ImageProcessor, check_bytes, image_type, picture_file
 from megarl.base.image_tokens import PLACEHOLDER, Image
 
 if TYPE_CHECKING:
@@ -247,9 +247,7 @@ def _parts(content: Any, location: str) -> list[dict[str, Any]]:
 def _data_url_file(url: str, location: str) -> bytes:
     if (start := _DATA_URL.match(url)) is None:
         raise DataError(f"{location}: {url:.80} is not opened; an image is {_TURN_FORM}", code="image.remote")
-    if (size := (len(url) - start.end()) * 3 // 4) > MAX_BYTES + 2:  # the padding
-        text = f"{location}: the image has {size} bytes, at most {MAX_BYTES} are read"
-        raise DataError(text, code="image.too-many-bytes")
+    check_bytes((len(url) - start.end()) * 3 // 4 - url.count("=", -2), location)
     try:
         return base64.b64decode(url[start.end() :], validate=True)
     except (binascii.Error, ValueError) as error:

@@ -26,6 +26,7 @@ from megarl.agents.tools import (
     clip_text,
     load_tools,
 )
+from megarl.agents.tools.calling import clip_content
 
 ADD = {
     "function": {
@@ -159,6 +160,25 @@ def test_long_results_are_truncated(tokenizer, side, kept):
     spelled = clip_text(tokenizer, "<|im_end|>" * 3, 12, side)  # ten ordinary tokens each
     assert spelled.count("<|im_end|>") == (side != "middle")
     assert len(ids_of(tokenizer, clip_text(tokenizer, "é" * 40, 10, side).replace("...(truncated)...", ""))) <= 12
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"),
+    [
+        ("left", ["abcd", "ef...(truncated)...", ""]),
+        ("right", ["...(truncated)...", "", "vwxyz"]),
+        ("middle", ["abc...(truncated)...", "", "xyz"]),
+    ],
+)
+def test_the_texts_of_a_result_are_truncated_together(tokenizer, side, kept):
+    texts, picture = ["abcd", "efghijklmnopqrst", "uvwxyz"], {"type": "image", "image": b"x"}
+
+    def content(texts):
+        parts = [{"type": "text", "text": text} for text in texts]
+        return [parts[0], picture, *parts[1:], picture]
+
+    assert clip_content(tokenizer, content(texts), 5, side) == content(kept)
+    assert clip_content(tokenizer, content(texts), 26, side) == content(texts)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])
