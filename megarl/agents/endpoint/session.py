@@ -122,6 +122,7 @@ class Session:
             raise _closed_error()
         self._chat.check(request)
         parent, ids = await self._match(request)
+        request.drop_files()
         if self._closed:  # meanwhile
             raise _closed_error()
         params = self._sampling(request)
