@@ -27,6 +27,8 @@ _PLACEHOLDERS = re.compile("(<image>|<video>)")
 _SOURCES = ("bytes", "image", "path")
 """Fields of an entry, or of a part of a message, that have an image; the first that is not null counts."""
 _FORM = 'the bytes of a file, its path, {"bytes": ...}, {"path": ...} or {"image": one of these}'
+_PART_FIELDS = {"image": ("type", "key", *_SOURCES), "image_url": ("type", "image_url", "url", "detail")}
+"""Fields of a part by its type, and of the mappings within it; the chat endpoint has added the key."""
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 _TURN_FORM = 'the bytes of a file, a PIL image, or a URL "data:image/png;base64,..."'
 _BLOCK = 1024
@@ -122,10 +124,10 @@ class ImageReader:
 def read_parts(
     messages: Sequence[Mapping[str, Any]], reader: ImageReader | None, location: str, first: int = 0
 ) -> tuple[list[dict[str, Any]], dict[str, Image]]:
-    """Read the images in messages of a tool, a loop or a client by their headers; no file and no address is opened.
+    """Read the images in messages of a tool, a loop or a client by their headers.
 
-    A content is a text, in which ``<image>`` has no meaning, or a list of parts, see :func:`part_file`. An image may
-    still be damaged: decode it, once its tokens have room.
+    No file and no address is opened. A content is a text, in which ``<image>`` has no meaning, or a list of parts, see
+    :func:`part_file`. An image may still be damaged: decode it, once its tokens have room.
 
     Args:
         reader: of the policy; None = it reads text alone.
@@ -167,14 +169,16 @@ def part_file(part: Any, location: str) -> bytes | None:
             or OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}``, with the file in a data URL.
 
     Raises:
-        DataError: the part has another type, or no image in these forms.
+        DataError: the part has another type, no image in these forms, or a field that would have no effect.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return None
-    source = _own_image(part) if kind == "image" else part.get("image_url") if kind == "image_url" else None
+    source, outer = part if kind in _PART_FIELDS else None, True
     while isinstance(source, Mapping):
-        source = source.get("url") if kind == "image_url" else _own_image(source)
+        _check_fields(source, kind, location)
+        source = _own_image(source) if kind == "image" else source.get("image_url" if outer else "url")
+        outer = False
     if source is None:
         text = f'{location}: a part is {{"type": "text", "text": string}}, {{"type": "image", "image": ...}} or'
         raise DataError(f'{text} {{"type": "image_url", ...}}, not {_shown(part)}', code="image.part-type")
@@ -185,6 +189,13 @@ def part_file(part: Any, location: str) -> bytes | None:
     if (file := picture_file(source, location)) is None:
         raise DataError(f"{location}: an image is {_TURN_FORM}, not {_shown(source)}", code="image.entry-type")
     return file
+
+
+def _check_fields(entry: Mapping[str, Any], kind: str, location: str) -> None:
+    for name, value in entry.items():
+        if value is not None and (name not in _PART_FIELDS[kind] or (name == "detail" and value != "auto")):
+            text = f"{location}: {name}={value!r:.80} of an image would have no effect; leave it out"
+            raise DataError(f"{text} (data.mm_processor_kwargs sets the size of images)", code="image.part-field")
 
 
 def data_url(image: Image) -> str:

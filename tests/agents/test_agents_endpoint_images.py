@@ -7,18 +7,19 @@ import threading
 import tracemalloc
 from dataclasses import replace
 
-import aiohttp
 import aiohttp.streams
 import aiohttp.web_request
 import pytest
 from agent_cases import Scripted, sampling
 from endpoint_cases import HAS_OPENAI, USER, Refused, complete, lead, listening, message_of
 from image_cases import WatchedFile, png, squares_reader, text_part, url, url_part
-from make_squares import task_tokenizer
+from make_squares import CHAT_TEMPLATE, task_tokenizer
 
 from megarl.agents import Conversation
 from megarl.agents.endpoint import server
 from megarl.agents.frames import encode_prompt
+from megarl.agents.types import LARGEST_BODY
+from megarl.base.image_files import MAX_BYTES
 from megarl.base.image_tokens import image_key
 from megarl.data.images import IMAGES
 
@@ -107,6 +108,24 @@ def test_a_stored_file_is_read_once_and_in_a_thread(endpoint, tokenizer, convers
     assert reader != endpoint.loop.run(thread())
 
 
+class HugeFile(WatchedFile):
+    def __len__(self):
+        return MAX_BYTES
+
+
+def test_images_that_no_request_can_contain_are_refused_by_name(endpoint, tokenizer, conversation):
+    image = replace(conversation.images[0], file=HugeFile(png(10)))
+
+    def talk(images):
+        row = [{"role": "user", "content": [{"type": "image"}] * images}]
+        return replace(conversation, messages=row, facts={IMAGES: (image,) * images})
+
+    script = Scripted(tokenizer, ["1<|im_end|>"])
+    one, two = lead(endpoint, script, lambda task: complete(task, USER) and None, [talk(1), talk(2)])
+    assert one.error is None
+    assert str(2 * MAX_BYTES * 4 // 3) in two.error and str(LARGEST_BODY) in two.error
+
+
 def test_another_image_in_the_history_begins_a_branch(endpoint, tokenizer, conversation):
     script = Scripted(tokenizer, ["1<|im_end|>", "2<|im_end|>", "3<|im_end|>"])
 
@@ -132,6 +151,7 @@ WRONG = {
     "no url": ("image.part-type", [{"type": "image_url"}]),
     "damaged": ("image.damaged", [url_part(url(png(1)[:-30]))]),
     "gif": ("image.unknown-format", [url_part(url(b"GIF89a"))]),
+    "detail": ("image.part-field", [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}}]),
     "other type": (None, [{"type": "image", "image": PICTURE}]),
     "too many": ("context_length_exceeded", [url_part(PICTURE)] * 700),
     "too large": ("context_length_exceeded", [url_part(url(png(1, (224, 224)))) for _ in range(20)]),
@@ -188,6 +208,28 @@ def test_a_policy_of_text_refuses_images(tokenizer):
 
     with listening(tokenizer) as endpoint:
         (trajectory,) = lead(endpoint, Scripted(tokenizer, ["1<|im_end|>"]), agent)
+    assert trajectory.error is None
+
+
+def test_a_template_without_images_is_named(reader):
+    tokenizer = task_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<|image_pad|>", "")
+    with listening(tokenizer, reader=reader) as endpoint, pytest.raises(Refused) as refused:
+        complete(endpoint, [{"role": "user", "content": [url_part(PICTURE)]}])
+    assert (refused.value.status, refused.value.error["code"]) == (400, "image.template-count")
+
+
+def test_another_image_with_a_known_key_is_refused(endpoint, tokenizer, conversation):
+    other = replace(conversation.images[0], key=image_key(png(1)), file=b"another")
+
+    def agent(task):
+        with pytest.raises(Refused) as refused:
+            complete(task, [{"role": "user", "content": [url_part(PICTURE)]}])
+        assert (refused.value.status, refused.value.error["code"]) == (400, "image.equal-keys")
+        complete(task, USER)
+
+    talk = replace(conversation, images=[*conversation.images, other])
+    (trajectory,) = lead(endpoint, Scripted(tokenizer, ["1<|im_end|>"]), agent, [talk])
     assert trajectory.error is None
 
 

@@ -21,7 +21,7 @@ from megarl.agents.tool_agent import ToolLoop, ToolOptions
 from megarl.agents.tools import Tool, ToolResult
 from megarl.agents.tools.tool import ToolEntry
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
-from megarl.agents.types import Conversation, SampleId
+from megarl.agents.types import AgentError, Conversation, SampleId
 from megarl.base.image_files import decode_image
 from megarl.base.image_tokens import image_key
 from megarl.data.images import IMAGES
@@ -198,6 +198,26 @@ def test_a_bad_image_fails_the_conversation(tokenizer, reader, conversation, cod
     assert trajectory.finish_reason == "error" and not any(trajectory.response_mask)
 
 
+@pytest.mark.parametrize(
+    ("image", "field"),
+    [
+        ({**part(png(1)), "max_pixels": 100}, "max_pixels=100"),
+        (part({"bytes": png(1), "resized_height": 28}), "resized_height=28"),
+        ({**url_part(url(png(1))), "cache_control": {}}, "cache_control={}"),
+        ({"type": "image_url", "image_url": {"url": url(png(1)), "detail": "high"}}, "detail='high'"),
+    ],
+)
+def test_fields_without_effect_are_refused(conversation, image, field):
+    with raises("image.part-field", "turn 1, message 0, part 0", field):
+        read(conversation, [{"role": "user", "content": [image]}])
+
+
+def test_null_and_neutral_fields_are_read(conversation):
+    shown = {"type": "image_url", "text": None, "image_url": {"url": url(png(1)), "detail": "auto"}}
+    _, (image,) = read(conversation, [{"role": "user", "content": [shown]}])
+    assert image.data == png(1)
+
+
 @pytest.mark.parametrize("address", ["file:///etc/passwd", "/etc/passwd", "data:text/plain;base64,aGk=", "a.png"])
 def test_no_file_or_address_is_opened(conversation, address):
     for image in (url_part(address), part(address), {"type": "image", "path": address}):
@@ -290,9 +310,24 @@ def test_characters_of_images(tokenizer, trajectory):
     assert counts[first : first + 4] == [len("<image>"), 0, 0, 0]
 
 
-def test_a_template_that_hides_images_is_named(reader):
+def test_a_template_that_hides_images_is_named(reader, conversation):
     other = task_tokenizer()
     other.chat_template = CHAT_TEMPLATE.replace("<|image_pad|>", "")
     image = reader.processor.read(png(1), "picture")
     with raises("image.template-count"):
         turn_frame(other, [{"role": "user", "content": [{"type": "image"}]}], None, None, [image], reader.token)
+    transcript = Transcript(conversation, [1])
+    with pytest.raises(AgentError) as failure:
+        asyncio.run(transcript.observe_messages(other, [{"role": "user", "content": [part(png(1))]}]))
+    assert failure.value.code == "image.template-count"
+
+
+def test_another_image_with_a_known_key_is_refused(conversation):
+    (known,) = conversation.images
+    other = replace(known, key=known.key + 1)
+    conversation.add_images([known, replace(known), other, other])
+    assert conversation.images == [known, other]
+    for image in (replace(known, rows=1, columns=4), replace(other, file=known.file + b"0")):
+        with raises("image.equal-keys", f"{image.key:x}"):
+            conversation.add_images([image])
+    assert conversation.images == [known, other]

@@ -137,16 +137,17 @@ def test_failed_tool_is_retried_and_then_fails_the_conversation():
         answered(0, failures=1, hangs=True)
 
 
-class ReturnsPicture(Tool):
+class Returns(Tool):
     schema: ClassVar = {"function": {"name": "zoom"}}
 
     async def call(self, arguments, conversation):
-        return b"png"
+        return self.config["result"]
 
 
-def test_a_tool_returns_a_text_or_parts():
-    with raises("tool.result-type", "tool zoom", "bytes"):
-        asyncio.run(answer_call(ToolCall("zoom", {}), {"zoom": ToolEntry(ReturnsPicture())}, TALK))
+@pytest.mark.parametrize(("result", "kind"), [(b"png", "bytes"), (ToolResult(7), "int")])
+def test_a_tool_returns_a_text_or_parts(result, kind):
+    with raises("tool.result-type", "tool zoom", f"a {kind}"):
+        asyncio.run(answer_call(ToolCall("zoom", {}), {"zoom": ToolEntry(Returns(config={"result": result}))}, TALK))
 
 
 @pytest.mark.parametrize(  # "ab" is one token

@@ -189,7 +189,9 @@ class ChatFormat:
         self._check_length(fewest_tokens(self.tokenizer, texts) + sum(image.rows * image.columns for image in images))
         try:
             return await in_tokenizer_thread(encode)
-        except (AgentError, DataError, TypeError, ValueError, RecursionError) as error:
+        except (AgentError, DataError) as error:
+            raise ApiError(400, f"messages: {error.text}", code=error.code or None, param="messages") from error
+        except (TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def _check_length(self, fewest: int) -> None:

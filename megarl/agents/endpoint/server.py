@@ -22,11 +22,11 @@ from megarl.agents.endpoint.external_requests import ExternalRequests
 from megarl.agents.endpoint.request import MODEL, ApiError, parse_request
 from megarl.agents.endpoint.session import Session
 from megarl.agents.event_loop import in_tokenizer_thread
+from megarl.agents.types import LARGEST_BODY
 from megarl.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BODY = 32 * 2**20
 TOKEN_VARIABLE = "MEGARL_ENDPOINT_TOKEN"
 """Environment variable of the driver that sets the token, for clients that need it in advance."""
 _MIN_TOKEN_LENGTH = 16

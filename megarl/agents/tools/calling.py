@@ -188,7 +188,8 @@ def _tool_result(result: Any, name: str) -> ToolResult:
     answer = result if isinstance(result, ToolResult) else ToolResult(result)
     if isinstance(answer.content, str | list | tuple):
         return answer
-    text = f"tool {name} returned a {type(result).__name__}; it must return a text, a list of parts, or a ToolResult"
+    kind = type(answer.content).__name__
+    text = f"tool {name} returned a {kind}; it must return a text, a list of parts, or a ToolResult of them"
     raise AgentError(text, code="tool.result-type")
 
 
