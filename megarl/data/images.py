@@ -191,7 +191,7 @@ def part_file(part: Any, location: str) -> bytes | None:
     return file
 
 
-def _check_fields(entry: Mapping[str, Any], kind: str, location: str) -> None:
+def _check_fields(entry: Mapping[str, Any], kind: Any, location: str) -> None:
     for name, value in entry.items():
         if value is not None and (name not in _PART_FIELDS[kind] or (name == "detail" and value != "auto")):
             text = f"{location}: {name}={value!r:.80} of an image would have no effect; leave it out"
