@@ -9,6 +9,7 @@ is 1 if the answer after it is right.
 
 from __future__ import annotations
 
+import asyncio
 import io
 from dataclasses import replace
 from typing import Any, Self
@@ -41,7 +42,8 @@ class ZoomAgent(AgentLoop):
         name = self.tokenizer.decode(turn.token_ids, skip_special_tokens=True)
         if name not in QUARTERS:
             return transcript.end("stop", {"zoomed": 0.0}, {AGENT_RESULT: {"score": 0.0}})
-        crop = quarter(conversation.images[0].data, QUARTERS.index(name))
+        image = conversation.images[0]
+        crop = await asyncio.to_thread(lambda: quarter(image.data, QUARTERS.index(name)))  # reads and decodes the file
         message = {"role": "user", "content": [{"type": "image", "image": crop}]}
         if not await transcript.observe_messages(self.tokenizer, [message]):  # no room for the picture and an answer
             return transcript.end("length", {"zoomed": 0.0}, {AGENT_RESULT: {"score": 0.0}})

@@ -16,7 +16,7 @@ import time
 import traceback
 from collections.abc import AsyncIterator, Callable, Coroutine
 from contextlib import asynccontextmanager
-from typing import Any, TypeVar
+from typing import Any, TypeAlias, TypeVar
 from weakref import WeakKeyDictionary
 
 from megarl.base.signals import wait_for
@@ -30,7 +30,9 @@ _TICKS = 10
 """Checks per :data:`BLOCKED_S`."""
 
 
-_TOKENIZERS: WeakKeyDictionary[asyncio.AbstractEventLoop, concurrent.futures.ThreadPoolExecutor] = WeakKeyDictionary()
+_Executors: TypeAlias = WeakKeyDictionary[asyncio.AbstractEventLoop, concurrent.futures.ThreadPoolExecutor]
+_TOKENIZERS: _Executors = WeakKeyDictionary()
+_IMAGES: _Executors = WeakKeyDictionary()
 
 
 async def in_tokenizer_thread(work: Callable[[], _T]) -> _T:
@@ -38,10 +40,22 @@ async def in_tokenizer_thread(work: Callable[[], _T]) -> _T:
 
     A loop has one such thread, since tokenizers are not thread-safe.
     """
+    return await _in_threads(_TOKENIZERS, 1, work)
+
+
+async def in_image_thread(work: Callable[[], _T]) -> _T:
+    """Read or decode an image in a thread.
+
+    A loop has two such threads: a large picture takes seconds and hundreds of megabytes, and must not delay other work.
+    """
+    return await _in_threads(_IMAGES, 2, work)
+
+
+async def _in_threads(executors: _Executors, threads: int, work: Callable[[], _T]) -> _T:
     loop = asyncio.get_running_loop()
-    if loop not in _TOKENIZERS:
-        _TOKENIZERS[loop] = concurrent.futures.ThreadPoolExecutor(1, "tokenizer")
-    return await loop.run_in_executor(_TOKENIZERS[loop], work)
+    if loop not in executors:
+        executors[loop] = concurrent.futures.ThreadPoolExecutor(threads)
+    return await loop.run_in_executor(executors[loop], work)
 
 
 class EventLoopThread:

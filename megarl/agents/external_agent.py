@@ -18,7 +18,7 @@ from dataclasses import dataclass, field, replace
 from typing import TYPE_CHECKING, Any, Self, TypeAlias
 
 from megarl.agents.loop import AgentLoop, register_agent_loop
-from megarl.agents.types import AgentError, AgentSession, Conversation, Generate, Message, Trajectory
+from megarl.agents.types import LARGEST_BODY, AgentError, AgentSession, Conversation, Generate, Message, Trajectory
 from megarl.base.errors import ConfigError
 from megarl.base.user_code import import_spec, public_functions
 from megarl.data.images import IMAGES, data_url
@@ -97,12 +97,13 @@ class ExternalAgent(AgentLoop):
         """
         if self.endpoint is None:
             raise AgentError("external_agent was built without the run's endpoint", code="agent.no-endpoint")
+        messages = await asyncio.to_thread(_with_files, conversation)
         async with self.endpoint.session(conversation, generate) as access:
             task = AgentTask(
                 base_url=access.base_url,
                 api_key=access.api_key,
                 model=access.model,
-                messages=_with_files(conversation),
+                messages=messages,
                 facts=conversation.facts,
             )
             try:
@@ -116,7 +117,15 @@ class ExternalAgent(AgentLoop):
 
 
 def _with_files(conversation: Conversation) -> list[Message]:
-    """Return the messages of a prompt with its images as OpenAI's parts."""
+    """Return the messages of a prompt with its images as OpenAI's parts.
+
+    Raises:
+        AgentError: no request to the endpoint could contain them.
+    """
+    files = [image.file for image in conversation.facts.get(IMAGES) or ()]
+    if (size := sum(len(file) for file in files) * 4 // 3) > LARGEST_BODY:
+        text = f"the {len(files)} images of the prompt have {size} bytes in base64; the endpoint reads at most"
+        raise AgentError(f"{text} {LARGEST_BODY} in a request; resize them", code="image.too-many-bytes")
     images = iter(conversation.facts.get(IMAGES) or ())
 
     def shown(part: Mapping[str, Any]) -> Mapping[str, Any]:

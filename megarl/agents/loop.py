@@ -7,14 +7,13 @@ environment's messages are tokenized, separately, and appended with mask 0 (:cla
 from __future__ import annotations
 
 import abc
-import asyncio
 import json
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
-from megarl.agents.event_loop import in_tokenizer_thread
+from megarl.agents.event_loop import in_image_thread, in_tokenizer_thread
 from megarl.agents.frames import encode_prompt, turn_frame
 from megarl.agents.types import (
     AgentError,
@@ -26,11 +25,12 @@ from megarl.agents.types import (
     TrajectoryEnd,
 )
 from megarl.base.errors import DataError
+from megarl.base.image_files import decode_image
 from megarl.base.image_tokens import Image
 from megarl.base.registry import Registry
 from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
-from megarl.data.images import IMAGES, read_parts
+from megarl.data.images import IMAGES, ImageReader, read_parts
 from megarl.data.tokenizers import fewest_tokens
 from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
 
@@ -116,19 +116,30 @@ async def encode_messages(
 
 
 async def read_images(
-    conversation: Conversation, messages: Sequence[Message], location: str
+    messages: Sequence[Message],
+    reader: ImageReader | None,
+    location: str,
+    first: int = 0,
+    *,
+    check_tokens: Callable[[int], object],
 ) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Read the images of messages outside the event loop and add them to the conversation; see :func:`read_parts`.
+    """Read the images of messages in threads, and decode them to find damages; see :func:`read_parts`.
+
+    Args:
+        check_tokens: called with the number of their tokens before any is decoded; raises if there is no room for them.
 
     Raises:
-        AgentError: an image cannot be read.
+        DataError: an image cannot be read.
     """
-    try:
-        shown, images = await asyncio.to_thread(read_parts, messages, conversation.image_reader, location)
-    except DataError as error:
-        raise AgentError(error.text, code=error.code) from error
-    conversation.add_images(images)
-    return shown, images
+    shown, images = await in_image_thread(partial(read_parts, messages, reader, location, first))
+    check_tokens(sum(image.rows * image.columns for image in images.values()))
+    for where, image in images.items():
+        await in_image_thread(partial(decode_image, image.data, where))
+    return shown, list(images.values())
+
+
+class _NoRoomError(Exception):
+    """The images of a turn have no room."""
 
 
 class Transcript:
@@ -229,15 +240,22 @@ class Transcript:
         Raises:
             AgentError: an image cannot be read, or the chat template refuses the messages.
         """
-        location, images = f"turn {self.user_turns + 1} of the environment", list[Image]()
-        if not all(isinstance(message.get("content"), str) for message in messages):
-            messages, images = await read_images(self.conversation, messages, location)
-        token = self.conversation.image_token
-        return self.observe(
-            await in_tokenizer_thread(
-                partial(turn_frame, tokenizer, messages, self._last_token, template_kwargs, images, token)
-            )
-        )
+        location, images = f"turn {self.user_turns + 1} of the environment, message {{}}, part {{}}", list[Image]()
+        reader, token = self.conversation.image_reader, self.conversation.image_token
+        try:
+            if not all(isinstance(message.get("content"), str) for message in messages):
+                messages, images = await read_images(messages, reader, location, check_tokens=self._check_room)
+                self.conversation.add_images(images)
+            frame = partial(turn_frame, tokenizer, messages, self._last_token, template_kwargs, images, token)
+            return self.observe(await in_tokenizer_thread(frame))
+        except _NoRoomError:
+            return False
+        except DataError as error:
+            raise AgentError(error.text, code=error.code) from error
+
+    def _check_room(self, tokens: int) -> None:
+        if tokens >= self.room:
+            raise _NoRoomError
 
     def end(
         self,

@@ -424,8 +424,8 @@ def _later_images(trajectory: Trajectory, conversation: Conversation) -> list[Im
     Raises:
         ValueError: the tokens of an image are incomplete, or no turn has read it.
     """
-    ids = np.concatenate([np.asarray(part, np.int64) for part in (trajectory.prompt_ids, trajectory.response_ids)])
-    keys = dict.fromkeys(span.key for span in image_spans(ids))
+    parts = (trajectory.prompt_ids, trajectory.response_ids)
+    keys = dict.fromkeys(span.key for part in parts for span in image_spans(part))
     images = {image.key: image for image in conversation.images}
     if unknown := keys.keys() - images:
         raise ValueError(f"there are tokens of image {min(unknown):x}, which is not among the conversation's images")

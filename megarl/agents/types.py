@@ -14,7 +14,8 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple, Protocol, TypeAlias
 import numpy as np
 
 from megarl.base.errors import MegarlError
-from megarl.base.image_tokens import Image
+from megarl.base.image_files import MAX_BYTES
+from megarl.base.image_tokens import Image, equal_keys_error
 from megarl.data.images import ImageReader
 from megarl.rewards.outcome import Outcome
 from megarl.rollout.interface import NO_VERSION, Completion, FinishReason, SamplingParams
@@ -27,6 +28,8 @@ AGENT_NAME = "agent_name"
 """Column with the name of a row's agent loop."""
 TRAINING_REWARD, VALIDATION_REWARD = "training", "validation"
 """Names of the scorers of training and of validation samples."""
+LARGEST_BODY = 2 * MAX_BYTES
+"""Largest body that the chat endpoint reads, in bytes: room for the largest image in base64, and for texts."""
 Message: TypeAlias = Mapping[str, Any]
 Integers: TypeAlias = Sequence[int] | np.ndarray
 TrajectoryEnd: TypeAlias = Literal["stop", "length", "turns", "error"]
@@ -115,9 +118,18 @@ class Conversation:
         return None if self.image_reader is None else self.image_reader.token
 
     def add_images(self, images: Iterable[Image]) -> None:
-        """Add images that later turns show; known ones are ignored."""
-        known = {image.key for image in self.images}
-        self.images.extend({image.key: image for image in images if image.key not in known}.values())
+        """Add images that later turns show; known ones are ignored.
+
+        Raises:
+            DataError: an image shares its key with another one.
+        """
+        known = {image.key: image for image in self.images}
+        for image in images:
+            if (other := known.get(image.key)) is None:
+                known[image.key] = image
+                self.images.append(image)
+            elif other != image or len(other.file) != len(image.file):
+                raise equal_keys_error(image.key)
 
     @property
     def response_tokens(self) -> int:

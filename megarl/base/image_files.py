@@ -66,9 +66,7 @@ def _open(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> PIL.Imag
     """Open an image by its header, which must pass the limits; errors as in :func:`decode_image`."""
     from PIL import Image as pil
 
-    if len(data) > MAX_BYTES:
-        text = f"{location}: the image has {len(data)} bytes, at most {MAX_BYTES} are read"
-        raise DataError(text, code="image.too-many-bytes")
+    check_bytes(len(data), location)
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore")  # of PIL's own limit, which is higher
@@ -79,10 +77,7 @@ def _open(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> PIL.Imag
     except Exception as error:  # a decoder may raise any error for a damaged file
         text = f"{location}: no image in the formats {', '.join(FORMATS)} ({type(error).__name__}: {error!s:.120})"
         raise DataError(text, code="image.unknown-format") from error
-    width, height = image.size
-    if width * height > most_pixels:
-        text = f"{location}: the image has {width} x {height} pixels, at most {most_pixels} are read; resize it"
-        raise DataError(text, code="image.too-many-pixels")
+    _check_pixels(image, location, most_pixels)
     if getattr(image, "n_frames", 1) > 1:
         text = f"{location}: the image has {getattr(image, 'n_frames')} frames, expected a single picture"  # noqa: B009
         raise DataError(text, code="image.animated")
@@ -93,6 +88,20 @@ def _open(data: bytes, location: str, most_pixels: int = MAX_PIXELS) -> PIL.Imag
         text = f"{location}: the image has the color mode {mode!r}, expected one of {', '.join(_MODES)}, of 8 bits"
         raise DataError(text, code="image.color-mode")
     return image
+
+
+def check_bytes(size: int, location: str) -> None:
+    """Refuse an encoded image of more than :data:`MAX_BYTES` bytes; raises DataError."""
+    if size > MAX_BYTES:
+        text = f"{location}: the image has {size} bytes, at most {MAX_BYTES} are read; resize it, or encode it as JPEG"
+        raise DataError(text, code="image.too-many-bytes")
+
+
+def _check_pixels(image: PIL.Image.Image, location: str, most_pixels: int = MAX_PIXELS) -> None:
+    if image.width * image.height > most_pixels:
+        size = f"{image.width} x {image.height}"
+        text = f"{location}: the image has {size} pixels, at most {most_pixels} are read; resize it"
+        raise DataError(text, code="image.too-many-pixels")
 
 
 def lossless_png(data: bytes, location: str) -> bytes:
@@ -113,7 +122,7 @@ def picture_file(picture: Any, location: str) -> bytes | None:
     """Encode a PIL image as a PNG with the same pixels; None for another object.
 
     Raises:
-        DataError: a PNG of 8 bits per channel cannot have its pixels.
+        DataError: a PNG of 8 bits per channel cannot have its pixels, or there are too many.
     """
     from PIL import Image as pil
 
@@ -122,8 +131,10 @@ def picture_file(picture: Any, location: str) -> bytes | None:
     if picture.mode not in _MODES:
         text = f"{location}: the image has the color mode {picture.mode!r}, expected one of {', '.join(_MODES)}"
         raise DataError(f'{text}; convert it, as with picture.convert("RGB")', code="image.color-mode")
+    _check_pixels(picture, location)
     file = io.BytesIO()
     picture.save(file, "PNG", compress_level=1)
+    check_bytes(file.tell(), f"{location}, encoded as PNG")
     return file.getvalue()
 
 

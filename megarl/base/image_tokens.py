@@ -18,6 +18,8 @@ from typing import NamedTuple
 
 import numpy as np
 
+from megarl.base.errors import DataError
+
 _SIDE_BITS = 11
 _SIDE_MASK = (1 << _SIDE_BITS) - 1
 _KEY_BITS = 63 - 2 * _SIDE_BITS
@@ -95,6 +97,12 @@ class ImageSpan(NamedTuple):
 def image_key(data: bytes) -> int:
     """Compute the digest of an image's file, of 41 bits."""
     return int.from_bytes(blake2b(data, digest_size=8).digest(), "little") >> (64 - _KEY_BITS)
+
+
+def equal_keys_error(key: int) -> DataError:
+    """Return the error of two different images with one key."""
+    text = f"two images have the key {key:x}, which token ids name them by; encode the file of one of them anew"
+    return DataError(text, code="image.equal-keys")
 
 
 def unpack_ids(ids: np.ndarray) -> tuple[np.ndarray, np.ndarray, np.ndarray]:

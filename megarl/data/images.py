@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from megarl.base.errors import DataError
-from megarl.base.image_files import MAX_BYTES, ImageProcessor, image_type, picture_file
+from megarl.base.image_files import MAX_BYTES, ImageProcessor, check_bytes, image_type, picture_file
 from megarl.base.image_tokens import PLACEHOLDER, Image
 
 if TYPE_CHECKING:
@@ -27,6 +27,8 @@ _PLACEHOLDERS = re.compile("(<image>|<video>)")
 _SOURCES = ("bytes", "image", "path")
 """Fields of an entry, or of a part of a message, that have an image; the first that is not null counts."""
 _FORM = 'the bytes of a file, its path, {"bytes": ...}, {"path": ...} or {"image": one of these}'
+_PART_FIELDS = {"image": ("type", "key", *_SOURCES), "image_url": ("type", "image_url", "url", "detail")}
+"""Fields of a part by its type, and of the mappings within it; the chat endpoint has added the key."""
 _DATA_URL = re.compile(r"data:image/[\w.+-]+;base64,")
 _TURN_FORM = 'the bytes of a file, a PIL image, or a URL "data:image/png;base64,..."'
 _BLOCK = 1024
@@ -121,23 +123,24 @@ class ImageReader:
 
 def read_parts(
     messages: Sequence[Mapping[str, Any]], reader: ImageReader | None, location: str, first: int = 0
-) -> tuple[list[dict[str, Any]], list[Image]]:
-    """Read the images in messages of a tool, a loop or a client; no file and no address is opened.
+) -> tuple[list[dict[str, Any]], dict[str, Image]]:
+    """Read the images in messages of a tool, a loop or a client by their headers.
 
-    A content is a text, in which ``<image>`` has no meaning, or a list of parts, see :func:`part_file`.
+    No file and no address is opened. A content is a text, in which ``<image>`` has no meaning, or a list of parts, see
+    :func:`part_file`. An image may still be damaged: decode it, once its tokens have room.
 
     Args:
         reader: of the policy; None = it reads text alone.
-        location: the messages in errors.
+        location: a part in errors, with ``{}`` for the numbers of its message and itself.
         first: number of the first message in errors.
 
     Returns:
-        The messages, with one text each, or with parts of type ``image`` without data; and the images.
+        The messages, with one text each, or with parts of type ``image`` without data; and the images by location.
 
     Raises:
         DataError: an image cannot be read, the policy reads none, or a part has another type.
     """
-    shown, images = list[dict[str, Any]](), list[Image]()
+    shown, images = list[dict[str, Any]](), dict[str, Image]()
     for number, message in enumerate(messages, first):
         content = message.get("content")
         if not isinstance(content, Sequence) or isinstance(content, str):
@@ -145,13 +148,13 @@ def read_parts(
             continue
         parts, before = list[dict[str, Any]](), len(images)
         for place, part in enumerate(content):
-            where = f"{location}, message {number}, part {place}"
+            where = location.format(number, place)
             if (file := part_file(part, where)) is None:
                 parts.append({"type": "text", "text": part["text"]})
                 continue
             if reader is None:
                 raise DataError(f"{where}: the policy reads text alone, and no images", code="image.text-model")
-            images.append(reader.processor.read(file, where))
+            images[where] = reader.processor.read(file, where, was_checked=True)
             parts.append({"type": "image"})
         has_images = len(images) > before
         shown.append({**message, "content": parts if has_images else "".join(part["text"] for part in parts)})
@@ -166,14 +169,16 @@ def part_file(part: Any, location: str) -> bytes | None:
             or OpenAI's ``{"type": "image_url", "image_url": {"url": ...}}``, with the file in a data URL.
 
     Raises:
-        DataError: the part has another type, or no image in these forms.
+        DataError: the part has another type, no image in these forms, or a field that would have no effect.
     """
     kind = part.get("type") if isinstance(part, Mapping) else None
     if kind == "text" and isinstance(part.get("text"), str):
         return None
-    source = _own_image(part) if kind == "image" else part.get("image_url") if kind == "image_url" else None
+    source, outer = part if kind in _PART_FIELDS else None, True
     while isinstance(source, Mapping):
-        source = source.get("url") if kind == "image_url" else _own_image(source)
+        _check_fields(source, kind, location)
+        source = _own_image(source) if kind == "image" else source.get("image_url" if outer else "url")
+        outer = False
     if source is None:
         text = f'{location}: a part is {{"type": "text", "text": string}}, {{"type": "image", "image": ...}} or'
         raise DataError(f'{text} {{"type": "image_url", ...}}, not {_shown(part)}', code="image.part-type")
@@ -186,9 +191,17 @@ def part_file(part: Any, location: str) -> bytes | None:
     return file
 
 
+def _check_fields(entry: Mapping[str, Any], kind: Any, location: str) -> None:
+    for name, value in entry.items():
+        if value is not None and (name not in _PART_FIELDS[kind] or (name == "detail" and value != "auto")):
+            text = f"{location}: {name}={value!r:.80} of an image would have no effect; leave it out"
+            raise DataError(f"{text} (data.mm_processor_kwargs sets the size of images)", code="image.part-field")
+
+
 def data_url(image: Image) -> str:
     """Return the file of an image as a data URL, in the form of OpenAI's ``image_url`` parts."""
-    return f"data:{image_type(image.data)};base64,{base64.b64encode(image.data).decode('ascii')}"
+    data = image.data
+    return f"data:{image_type(data)};base64,{base64.b64encode(data).decode('ascii')}"
 
 
 def with_image_tokens(ids: list[int], images: Sequence[Image], token: int, location: str) -> list[int]:
@@ -245,9 +258,7 @@ def _parts(content: Any, location: str) -> list[dict[str, Any]]:
 def _data_url_file(url: str, location: str) -> bytes:
     if (start := _DATA_URL.match(url)) is None:
         raise DataError(f"{location}: {url:.80} is not opened; an image is {_TURN_FORM}", code="image.remote")
-    if (size := (len(url) - start.end()) * 3 // 4) > MAX_BYTES + 2:  # the padding
-        text = f"{location}: the image has {size} bytes, at most {MAX_BYTES} are read"
-        raise DataError(text, code="image.too-many-bytes")
+    check_bytes((len(url) - start.end()) * 3 // 4 - url.count("=", -2), location)
     try:
         return base64.b64decode(url[start.end() :], validate=True)
     except (binascii.Error, ValueError) as error:

@@ -19,7 +19,7 @@ from torch import Tensor
 
 from megarl.base.errors import DataError
 from megarl.base.image_files import ImageProcessor
-from megarl.base.image_tokens import Image, unpack_ids
+from megarl.base.image_tokens import Image, equal_keys_error, unpack_ids
 from megarl.models.hf_checkpoint import HFReader
 from megarl.models.hf_folder import ModelFolder, tensor_entries
 from megarl.models.model_config import ModelConfig, Vision
@@ -180,11 +180,7 @@ class ImageFeatures:
             known, same = self._features.get(image.key), current.setdefault(image.key, image)
             facts = (image.columns, len(image.file))
             if facts != ((same.columns, len(same.file)) if known is None else (known.columns, known.file_bytes)):
-                raise DataError(
-                    f"two images have the key {image.key:x}, which token ids name them by; remove one of them from "
-                    "the data",
-                    code="image.equal-keys",
-                )
+                raise equal_keys_error(image.key)
             if known is not None:
                 self._features.move_to_end(image.key)
         size = sum(features.values.nbytes for features in self._features.values())

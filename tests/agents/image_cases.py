@@ -3,11 +3,13 @@
 import base64
 import io
 import json
+import threading
 
 from make_squares import PROCESSOR
 from PIL import Image as pil
 
 from megarl.base.image_files import ImageProcessor
+from megarl.base.image_tokens import RemoteFile
 from megarl.data.images import ImageReader
 
 
@@ -40,3 +42,17 @@ def text_part(text):
 def squares_reader(folder, tokenizer):
     (folder / "preprocessor_config.json").write_text(json.dumps(PROCESSOR), encoding="utf-8")
     return ImageReader(ImageProcessor(str(folder)), tokenizer.convert_tokens_to_ids("<|image_pad|>"))
+
+
+class WatchedFile(RemoteFile):
+    """A file in a store; records the threads that read it."""
+
+    def __init__(self, data):
+        self.data, self.readers = data, []
+
+    def __len__(self):
+        return len(self.data)
+
+    def read(self):
+        self.readers.append(threading.get_ident())
+        return self.data

@@ -2,16 +2,25 @@
 
 import asyncio
 import base64
+import json
+import threading
+import tracemalloc
 from dataclasses import replace
 
+import aiohttp.streams
+import aiohttp.web_request
 import pytest
 from agent_cases import Scripted, sampling
 from endpoint_cases import HAS_OPENAI, USER, Refused, complete, lead, listening, message_of
-from image_cases import png, squares_reader, text_part, url, url_part
-from make_squares import task_tokenizer
+from image_cases import WatchedFile, png, squares_reader, text_part, url, url_part
+from make_squares import CHAT_TEMPLATE, task_tokenizer
 
 from megarl.agents import Conversation
+from megarl.agents.endpoint import server
 from megarl.agents.frames import encode_prompt
+from megarl.agents.types import LARGEST_BODY
+from megarl.base.image_files import MAX_BYTES
+from megarl.base.image_tokens import image_key
 from megarl.data.images import IMAGES
 
 ROW = [{"role": "user", "content": [{"type": "image"}, text_part("How many squares?")]}]
@@ -82,6 +91,41 @@ def test_an_agent_sees_the_rows_image_and_shows_others(endpoint, tokenizer, conv
     assert min(generated) >= 0 and sum(trajectory.response_mask) == 6
 
 
+def test_a_stored_file_is_read_once_and_in_a_thread(endpoint, tokenizer, conversation):
+    file = WatchedFile(png(10))
+    stored = replace(conversation, facts={IMAGES: (replace(conversation.facts[IMAGES][0], file=file),)})
+
+    def agent(task):
+        complete(task, task.messages)
+
+    (trajectory,) = lead(endpoint, Scripted(tokenizer, ["1<|im_end|>"]), agent, [stored])
+    assert trajectory.error is None and trajectory.prompt_ids == list(conversation.prompt_ids)
+    (reader,) = file.readers
+
+    async def thread():
+        return threading.get_ident()
+
+    assert reader != endpoint.loop.run(thread())
+
+
+class HugeFile(WatchedFile):
+    def __len__(self):
+        return MAX_BYTES
+
+
+def test_images_that_no_request_can_contain_are_refused_by_name(endpoint, tokenizer, conversation):
+    image = replace(conversation.images[0], file=HugeFile(png(10)))
+
+    def talk(images):
+        row = [{"role": "user", "content": [{"type": "image"}] * images}]
+        return replace(conversation, messages=row, facts={IMAGES: (image,) * images})
+
+    script = Scripted(tokenizer, ["1<|im_end|>"])
+    one, two = lead(endpoint, script, lambda task: complete(task, USER) and None, [talk(1), talk(2)])
+    assert one.error is None
+    assert str(2 * MAX_BYTES * 4 // 3) in two.error and str(LARGEST_BODY) in two.error
+
+
 def test_another_image_in_the_history_begins_a_branch(endpoint, tokenizer, conversation):
     script = Scripted(tokenizer, ["1<|im_end|>", "2<|im_end|>", "3<|im_end|>"])
 
@@ -107,9 +151,11 @@ WRONG = {
     "no url": ("image.part-type", [{"type": "image_url"}]),
     "damaged": ("image.damaged", [url_part(url(png(1)[:-30]))]),
     "gif": ("image.unknown-format", [url_part(url(b"GIF89a"))]),
+    "detail": ("image.part-field", [{"type": "image_url", "image_url": {"url": PICTURE, "detail": "low"}}]),
     "other type": (None, [{"type": "image", "image": PICTURE}]),
     "too many": ("context_length_exceeded", [url_part(PICTURE)] * 700),
     "too large": ("context_length_exceeded", [url_part(url(png(1, (224, 224)))) for _ in range(20)]),
+    "not decoded": ("context_length_exceeded", [url_part(url(png(1, (224, 224))[:-30])) for _ in range(20)]),
 }
 
 
@@ -128,7 +174,7 @@ def test_wrong_images_are_refused_by_name(endpoint, tokenizer, conversation, cas
     assert trajectory.error is None and not trajectory.images
     assert refusals[0].status == 400 and refusals[0].error["code"] == code
     text = refusals[0].error["message"]
-    assert code == "context_length_exceeded" or "messages.1.content.1" in text or "message 1, part 1" in text
+    assert code == "context_length_exceeded" or "messages.1.content.1" in text
 
 
 @pytest.mark.parametrize("role", ["system", "developer", "assistant"])
@@ -165,6 +211,28 @@ def test_a_policy_of_text_refuses_images(tokenizer):
     assert trajectory.error is None
 
 
+def test_a_template_without_images_is_named(reader):
+    tokenizer = task_tokenizer()
+    tokenizer.chat_template = CHAT_TEMPLATE.replace("<|image_pad|>", "")
+    with listening(tokenizer, reader=reader) as endpoint, pytest.raises(Refused) as refused:
+        complete(endpoint, [{"role": "user", "content": [url_part(PICTURE)]}])
+    assert (refused.value.status, refused.value.error["code"]) == (400, "image.template-count")
+
+
+def test_another_image_with_a_known_key_is_refused(endpoint, tokenizer, conversation):
+    other = replace(conversation.images[0], key=image_key(png(1)), file=b"another")
+
+    def agent(task):
+        with pytest.raises(Refused) as refused:
+            complete(task, [{"role": "user", "content": [url_part(PICTURE)]}])
+        assert (refused.value.status, refused.value.error["code"]) == (400, "image.equal-keys")
+        complete(task, USER)
+
+    talk = replace(conversation, images=[*conversation.images, other])
+    (trajectory,) = lead(endpoint, Scripted(tokenizer, ["1<|im_end|>"]), agent, [talk])
+    assert trajectory.error is None
+
+
 def test_external_requests_have_their_images(endpoint, tokenizer, reader):
     seen = []
 
@@ -185,3 +253,45 @@ def test_external_requests_have_their_images(endpoint, tokenizer, reader):
     assert [number for number in ids if number < 0] == image.token_ids
     assert body["prompt_token_ids"] == [reader.token if number < 0 else number for number in ids]
     assert body["usage"]["prompt_tokens"] == len(ids)
+
+
+@pytest.mark.parametrize("in_conversation", [True, False])
+def test_bodies_and_files_of_requests_are_freed_before_the_response(endpoint, tokenizer, conversation, in_conversation):
+    """An external request needs its file; a conversation already has the image of its row."""
+    size, held = 4 << 20, []
+    files = 0 if in_conversation else size
+    data = png(10) if in_conversation else png(7)
+    data += bytes(size - len(data))
+    image = replace(conversation.images[0], file=data, key=image_key(data))
+    ids = [*image.token_ids, 5]
+    talk = replace(conversation, prompt_ids=ids, facts={IMAGES: (image,)}, images=[image])
+    messages = [{"role": "user", "content": [url_part(url(data)), text_part("How many squares?")]}]
+    readers = [module.__file__ for module in (base64, json.decoder, aiohttp.streams, aiohttp.web_request, server)]
+
+    class Measuring(Scripted):
+        async def __call__(self, prompt_ids, params, *, seed, key, images=()):
+            for _ in range(100):  # the thread that has parsed the body may still have it for a moment
+                snapshot = tracemalloc.take_snapshot()
+                traces = snapshot.filter_traces([tracemalloc.Filter(True, file) for file in readers])
+                held.append(sum(trace.size for trace in traces.traces))
+                if held[-1] < files + (1 << 20):
+                    break
+                await asyncio.sleep(0.05)
+            return await super().__call__(prompt_ids, params, seed=seed, key=key)
+
+    script = Measuring(tokenizer, ["1<|im_end|>"])
+
+    async def phase():
+        async with endpoint.serving(script):
+            return await asyncio.to_thread(complete, endpoint, messages)
+
+    tracemalloc.start()
+    try:
+        if in_conversation:
+            (trajectory,) = lead(endpoint, script, lambda task: complete(task, messages) and None, [talk])
+            assert trajectory.error is None and trajectory.prompt_ids == ids
+        else:
+            endpoint.loop.run(phase())
+    finally:
+        tracemalloc.stop()
+    assert files <= held[-1] < files + (1 << 20)

@@ -16,7 +16,8 @@ from endpoint_cases import ADD, HAS_OPENAI, USER, Refused, client, complete, lea
 from support.expected_errors import raises
 
 from megarl.agents.endpoint import EndpointAddress
-from megarl.agents.endpoint.server import LARGEST_BODY, TOKEN_VARIABLE, make_token
+from megarl.agents.endpoint.server import TOKEN_VARIABLE, make_token
+from megarl.agents.types import LARGEST_BODY
 from megarl.base.logs import LogFormatter
 from megarl.rollout import RolloutError
 

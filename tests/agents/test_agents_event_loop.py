@@ -6,7 +6,7 @@ import asyncio
 import threading
 import time
 
-from megarl.agents.event_loop import monitored_loop
+from megarl.agents.event_loop import in_image_thread, in_tokenizer_thread, monitored_loop
 
 
 async def careless_tool(reported):
@@ -44,3 +44,28 @@ def test_a_loop_that_waits_is_not_blocked():
 
     asyncio.run(conversations())
     assert reports == []
+
+
+def test_images_use_two_threads_and_delay_no_other_work():
+    decoded, lock, running, most = threading.Event(), threading.Lock(), 0, 0
+
+    def decode():
+        nonlocal running, most
+        with lock:
+            running += 1
+            most = max(most, running)
+        assert decoded.wait(60)
+        with lock:
+            running -= 1
+
+    async def requests():
+        pictures = [asyncio.create_task(in_image_thread(decode)) for _ in range(64)]
+        await asyncio.sleep(0)
+        async with asyncio.timeout(30):
+            assert await asyncio.to_thread(lambda: "parsed") == "parsed"
+            assert await in_tokenizer_thread(lambda: "encoded") == "encoded"
+        decoded.set()
+        await asyncio.gather(*pictures)
+
+    asyncio.run(requests())
+    assert most == 2

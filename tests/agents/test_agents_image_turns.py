@@ -21,7 +21,7 @@ from megarl.agents.tool_agent import ToolLoop, ToolOptions
 from megarl.agents.tools import Tool, ToolResult
 from megarl.agents.tools.tool import ToolEntry
 from megarl.agents.trajectories import PackedSamples, trajectories_to_batch
-from megarl.agents.types import Conversation, SampleId
+from megarl.agents.types import AgentError, Conversation, SampleId
 from megarl.base.image_files import decode_image
 from megarl.base.image_tokens import image_key
 from megarl.data.images import IMAGES
@@ -167,6 +167,11 @@ def test_parts_of_text_are_one_text(tokenizer, conversation):
     assert "tool\n42" in decode_text(tokenizer, trajectory.response_ids) and not trajectory.images
 
 
+def read(conversation, messages):
+    location = "turn 1, message {}, part {}"
+    return asyncio.run(read_images(messages, conversation.image_reader, location, check_tokens=lambda tokens: None))
+
+
 def bad_png():
     return png(3)[:-30]
 
@@ -186,18 +191,38 @@ BAD = {
 @pytest.mark.parametrize("code", BAD)
 def test_a_bad_image_fails_the_conversation(tokenizer, reader, conversation, code):
     messages = [{"role": "tool", "content": "fine"}, {"role": "tool", "content": [part(png(1)), BAD[code]]}]
-    with raises(code, "message 1, part 1"):
-        asyncio.run(read_images(conversation, messages, "turn 1"))
+    with raises(code, "turn 1, message 1, part 1"):
+        read(conversation, messages)
     trajectory, contexts = lead(tokenizer, conversation, [part(png(1)), BAD[code]])
     assert "turn 1 of the environment, message 0, part 1" in trajectory.error and len(contexts) == 1
     assert trajectory.finish_reason == "error" and not any(trajectory.response_mask)
+
+
+@pytest.mark.parametrize(
+    ("image", "field"),
+    [
+        ({**part(png(1)), "max_pixels": 100}, "max_pixels=100"),
+        (part({"bytes": png(1), "resized_height": 28}), "resized_height=28"),
+        ({**url_part(url(png(1))), "cache_control": {}}, "cache_control={}"),
+        ({"type": "image_url", "image_url": {"url": url(png(1)), "detail": "high"}}, "detail='high'"),
+    ],
+)
+def test_fields_without_effect_are_refused(conversation, image, field):
+    with raises("image.part-field", "turn 1, message 0, part 0", field):
+        read(conversation, [{"role": "user", "content": [image]}])
+
+
+def test_null_and_neutral_fields_are_read(conversation):
+    shown = {"type": "image_url", "text": None, "image_url": {"url": url(png(1)), "detail": "auto"}}
+    _, (image,) = read(conversation, [{"role": "user", "content": [shown]}])
+    assert image.data == png(1)
 
 
 @pytest.mark.parametrize("address", ["file:///etc/passwd", "/etc/passwd", "data:text/plain;base64,aGk=", "a.png"])
 def test_no_file_or_address_is_opened(conversation, address):
     for image in (url_part(address), part(address), {"type": "image", "path": address}):
         with raises("image.remote"):
-            asyncio.run(read_images(conversation, [{"role": "user", "content": [image]}], "turn 1"))
+            read(conversation, [{"role": "user", "content": [image]}])
 
 
 def test_a_policy_of_text_sees_no_image(tokenizer, conversation):
@@ -206,9 +231,11 @@ def test_a_policy_of_text_sees_no_image(tokenizer, conversation):
     assert "reads text alone" in trajectory.error
 
 
-def test_an_image_without_room_ends_the_conversation(tokenizer, conversation):
+@pytest.mark.parametrize("cut", [None, -30])
+def test_an_image_without_room_is_not_decoded_and_ends_the_conversation(tokenizer, conversation, cut):
+    """Without room, it is not found out that an image is damaged."""
     generate = Turns(tokenizer, CALL, "3")
-    loop = ToolLoop(tokenizer, {"zoom": ToolEntry(Show(config={"content": [part(png(1, (560, 560)))]}))})
+    loop = ToolLoop(tokenizer, {"zoom": ToolEntry(Show(config={"content": [part(png(1, (560, 560))[:cut])]}))})
     short = replace(conversation, params=SamplingParams(60))
     trajectory = asyncio.run(lead_conversation(short, loop, generate))
     assert trajectory.finish_reason == "length" and trajectory.error is None and not trajectory.images
@@ -218,19 +245,20 @@ def test_an_image_without_room_ends_the_conversation(tokenizer, conversation):
 class Forger(AgentLoop):
     """Writes tokens of an image that no turn has read, or of half an image."""
 
-    def __init__(self, ids):
-        self.ids = ids
+    def __init__(self, ids, prompt_ids=(1,)):
+        self.ids, self.prompt_ids = ids, prompt_ids
 
     async def run(self, conversation, generate):
-        transcript = Transcript(conversation, [1])
+        transcript = Transcript(conversation, self.prompt_ids)
         transcript.observe(self.ids)
         return transcript.end("stop")
 
 
 def test_tokens_of_unknown_images_fail_the_conversation(conversation, reader):
     other, known = reader.processor.read(png(77), "other"), conversation.images[0]
-    for ids in (other.token_ids, known.token_ids[1:], known.token_ids[::-1]):
-        trajectory = asyncio.run(lead_conversation(conversation, Forger(ids), None))
+    halves = known.token_ids[2:], known.token_ids[:2]
+    for ids in ((other.token_ids,), (known.token_ids[1:],), (known.token_ids[::-1],), halves):
+        trajectory = asyncio.run(lead_conversation(conversation, Forger(*ids), None))
         assert trajectory.error is not None and not trajectory.response_ids and not trajectory.images
     assert asyncio.run(lead_conversation(conversation, Forger(known.token_ids), None)).error is None
 
@@ -282,9 +310,24 @@ def test_characters_of_images(tokenizer, trajectory):
     assert counts[first : first + 4] == [len("<image>"), 0, 0, 0]
 
 
-def test_a_template_that_hides_images_is_named(reader):
+def test_a_template_that_hides_images_is_named(reader, conversation):
     other = task_tokenizer()
     other.chat_template = CHAT_TEMPLATE.replace("<|image_pad|>", "")
     image = reader.processor.read(png(1), "picture")
     with raises("image.template-count"):
         turn_frame(other, [{"role": "user", "content": [{"type": "image"}]}], None, None, [image], reader.token)
+    transcript = Transcript(conversation, [1])
+    with pytest.raises(AgentError) as failure:
+        asyncio.run(transcript.observe_messages(other, [{"role": "user", "content": [part(png(1))]}]))
+    assert failure.value.code == "image.template-count"
+
+
+def test_another_image_with_a_known_key_is_refused(conversation):
+    (known,) = conversation.images
+    other = replace(known, key=known.key + 1)
+    conversation.add_images([known, replace(known), other, other])
+    assert conversation.images == [known, other]
+    for image in (replace(known, rows=1, columns=4), replace(other, file=known.file + b"0")):
+        with raises("image.equal-keys", f"{image.key:x}"):
+            conversation.add_images([image])
+    assert conversation.images == [known, other]

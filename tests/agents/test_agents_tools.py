@@ -26,6 +26,7 @@ from megarl.agents.tools import (
     clip_text,
     load_tools,
 )
+from megarl.agents.tools.calling import clip_content
 
 ADD = {
     "function": {
@@ -136,16 +137,17 @@ def test_failed_tool_is_retried_and_then_fails_the_conversation():
         answered(0, failures=1, hangs=True)
 
 
-class ReturnsPicture(Tool):
+class Returns(Tool):
     schema: ClassVar = {"function": {"name": "zoom"}}
 
     async def call(self, arguments, conversation):
-        return b"png"
+        return self.config["result"]
 
 
-def test_a_tool_returns_a_text_or_parts():
-    with raises("tool.result-type", "tool zoom", "bytes"):
-        asyncio.run(answer_call(ToolCall("zoom", {}), {"zoom": ToolEntry(ReturnsPicture())}, TALK))
+@pytest.mark.parametrize(("result", "kind"), [(b"png", "bytes"), (ToolResult(7), "int")])
+def test_a_tool_returns_a_text_or_parts(result, kind):
+    with raises("tool.result-type", "tool zoom", f"a {kind}"):
+        asyncio.run(answer_call(ToolCall("zoom", {}), {"zoom": ToolEntry(Returns(config={"result": result}))}, TALK))
 
 
 @pytest.mark.parametrize(  # "ab" is one token
@@ -159,6 +161,25 @@ def test_long_results_are_truncated(tokenizer, side, kept):
     spelled = clip_text(tokenizer, "<|im_end|>" * 3, 12, side)  # ten ordinary tokens each
     assert spelled.count("<|im_end|>") == (side != "middle")
     assert len(ids_of(tokenizer, clip_text(tokenizer, "é" * 40, 10, side).replace("...(truncated)...", ""))) <= 12
+
+
+@pytest.mark.parametrize(
+    ("side", "kept"),
+    [
+        ("left", ["abcd", "ef...(truncated)...", ""]),
+        ("right", ["...(truncated)...", "", "vwxyz"]),
+        ("middle", ["abc...(truncated)...", "", "xyz"]),
+    ],
+)
+def test_the_texts_of_a_result_are_truncated_together(tokenizer, side, kept):
+    texts, picture = ["abcd", "efghijklmnopqrst", "uvwxyz"], {"type": "image", "image": b"x"}
+
+    def content(texts):
+        parts = [{"type": "text", "text": text} for text in texts]
+        return [parts[0], picture, *parts[1:], picture]
+
+    assert clip_content(tokenizer, content(texts), 5, side) == content(kept)
+    assert clip_content(tokenizer, content(texts), 26, side) == content(texts)
 
 
 @pytest.mark.parametrize("side", ["left", "right", "middle"])

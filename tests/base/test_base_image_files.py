@@ -13,7 +13,7 @@ from support.expected_errors import raises
 from support.vision_models import PROCESSOR, png
 
 from megarl.base.errors import DataError
-from megarl.base.image_files import THUMBNAIL_SIDE, ImageProcessor, thumbnail
+from megarl.base.image_files import THUMBNAIL_SIDE, ImageProcessor, picture_file, thumbnail
 
 
 def opened(data):
@@ -92,3 +92,14 @@ def test_a_processor_that_does_not_resize_reads_the_picture(folder):
     fixed = ImageProcessor(folder, {"do_resize": False})
     image = fixed.read(png(56, 84), "x", was_checked=True)
     assert (image.data, image.rows, image.columns) == (png(56, 84), 2, 3)
+
+
+def test_a_picture_is_encoded_within_the_limits(monkeypatch):
+    with raises("image.too-many-pixels", "part 1", "8193 x 8192", "resize it"):
+        picture_file(Image.new("1", (8193, 8192)), "part 1")
+    noise = Image.fromarray(np.random.default_rng(0).integers(0, 256, (40, 40, 3), dtype=np.uint8))
+    size = len(picture_file(noise, "part 1"))
+    assert size > 40 * 40 * 3
+    monkeypatch.setattr("megarl.base.image_files.MAX_BYTES", size - 1)
+    with raises("image.too-many-bytes", "part 1, encoded as PNG", size, "resize it, or encode it as JPEG"):
+        picture_file(noise, "part 1")

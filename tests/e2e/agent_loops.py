@@ -1,5 +1,6 @@
 """Agent loops for end-to-end runs: a search result, or images, between turns."""
 
+import asyncio
 import io
 from dataclasses import replace
 
@@ -46,12 +47,15 @@ class Crops(AgentLoop):
         transcript, params = Transcript(conversation), replace(conversation.params, max_new_tokens=3)
         for _ in range(2):
             turn = await transcript.generate(generate, params)
-            picture = Image.open(io.BytesIO(conversation.images[0].data))
-            left, top = (4 * (turn.token_ids[-1] // divisor % 4) for divisor in (1, 4))
-            crop = picture.crop((left, top, left + 40, top + 40)).resize((56, 56))
+            crop = await asyncio.to_thread(self.crop, conversation.images[0], turn.token_ids[-1])
             if not await transcript.observe_messages(
                 self.tokenizer, [{"role": "tool", "content": [{"type": "image", "image": crop}]}]
             ):
                 return transcript.end("length")
         turn = await transcript.generate(generate, params)
         return transcript.end(turn.finish_reason)
+
+    def crop(self, image, token):
+        picture = Image.open(io.BytesIO(image.data))
+        left, top = (4 * (token // divisor % 4) for divisor in (1, 4))
+        return picture.crop((left, top, left + 40, top + 40)).resize((56, 56))

@@ -6,7 +6,6 @@ then a JSON body or server-sent events.
 
 from __future__ import annotations
 
-import asyncio
 import json
 import time
 import uuid
@@ -18,11 +17,12 @@ from typing import TYPE_CHECKING, Any, Literal, NamedTuple
 from megarl.agents.endpoint.request import CONTEXT_LENGTH, MODEL, ApiError, ChatRequest
 from megarl.agents.event_loop import in_tokenizer_thread
 from megarl.agents.frames import encode_prompt, turn_frame
+from megarl.agents.loop import read_images
 from megarl.agents.tools.calling import Parser, ToolCall
 from megarl.agents.types import AgentError, Message
 from megarl.base.errors import DataError
 from megarl.base.image_tokens import Image, with_placeholders
-from megarl.data.images import ImageReader, read_parts
+from megarl.data.images import ImageReader
 from megarl.data.tokenizers import control_tokens, fewest_tokens
 from megarl.rollout.interface import Completion
 
@@ -169,14 +169,16 @@ class ChatFormat:
         return EncodedMessages(await self._encode(messages, images, encode), images)
 
     async def _read(self, messages: Sequence[Message], first: int) -> tuple[Sequence[Message], list[Image]]:
-        """Read the images of messages in a thread, unless there are too many."""
+        """Read the images of messages in threads; decode them only if their tokens have room."""
         contents = [message["content"] for message in messages if not isinstance(message["content"], str)]
         files = sum(part["type"] == "image" for content in contents for part in content)
         if not files:
             return messages, []
         self._check_length(files)
         try:
-            return await asyncio.to_thread(read_parts, messages, self._reader, "messages", first)
+            return await read_images(
+                messages, self._reader, "messages.{}.content.{}", first, check_tokens=self._check_length
+            )
         except DataError as error:
             raise ApiError(400, error.text, code=error.code, param="messages") from error
 
@@ -187,7 +189,9 @@ class ChatFormat:
         self._check_length(fewest_tokens(self.tokenizer, texts) + sum(image.rows * image.columns for image in images))
         try:
             return await in_tokenizer_thread(encode)
-        except (AgentError, DataError, TypeError, ValueError, RecursionError) as error:
+        except (AgentError, DataError) as error:
+            raise ApiError(400, f"messages: {error.text}", code=error.code or None, param="messages") from error
+        except (TypeError, ValueError, RecursionError) as error:
             raise ApiError(400, f"messages: {error}", param="messages") from error
 
     def _check_length(self, fewest: int) -> None:

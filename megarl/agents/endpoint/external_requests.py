@@ -107,6 +107,7 @@ class ExternalRequests:
         """
         self._chat.check(request)
         prompt = await self._chat.encoded_prompt(request)
+        request.drop_files()
         params = self._sampling(request, len(prompt.ids))
         waited_s = 0.0
         while True:

@@ -157,7 +157,7 @@ class ChatRequest:
     Attributes:
         messages: messages of the conversation, contents as strings and call arguments as values; the last message is
             not the assistant's. A content with images is a list of parts, ``{"type": "text", "text": ...}`` and
-            ``{"type": "image", "image": file, "key": digest}``.
+            ``{"type": "image", "image": file, "key": digest}``; see :meth:`drop_files`.
         tools: schemas declared in the prompt.
         reads_calls: parse tool calls in the response.
         stop: strings that end the response and are excluded from it.
@@ -182,8 +182,14 @@ class ChatRequest:
     include_usage: bool = False
     return_token_ids: bool = False
 
+    def drop_files(self) -> None:
+        """Free the files of images, which are not needed while the response is generated."""
+        for message in self.messages:
+            for part in message["content"] if isinstance(message["content"], list) else ():
+                part.pop("image", None)
 
-def parse_request(body: bytes) -> ChatRequest:
+
+def parse_request(body: bytes | bytearray) -> ChatRequest:
     """Parse and validate the body of ``POST /v1/chat/completions``.
 
     Raises:
@@ -240,7 +246,7 @@ def _request(fields: Mapping[str, Any]) -> ChatRequest:
     )
 
 
-def _read_json(body: bytes) -> dict[str, Any]:
+def _read_json(body: bytes | bytearray) -> dict[str, Any]:
     try:
         fields = parse_json(body, parse_constant=_refuse_constant)
         if b"\\u" in body:  # half a surrogate pair is valid JSON, but no valid text

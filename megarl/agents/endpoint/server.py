@@ -22,11 +22,11 @@ from megarl.agents.endpoint.external_requests import ExternalRequests
 from megarl.agents.endpoint.request import MODEL, ApiError, parse_request
 from megarl.agents.endpoint.session import Session
 from megarl.agents.event_loop import in_tokenizer_thread
+from megarl.agents.types import LARGEST_BODY
 from megarl.base.errors import ConfigError
 
 logger = logging.getLogger(__name__)
 
-LARGEST_BODY = 32 * 2**20
 TOKEN_VARIABLE = "MEGARL_ENDPOINT_TOKEN"
 """Environment variable of the driver that sets the token, for clients that need it in advance."""
 _MIN_TOKEN_LENGTH = 16
@@ -85,7 +85,7 @@ class ChatServer:
         self.log = logging.Logger(f"{__name__}.requests")
         self.log.parent = logger
         self.log.addFilter(FirstOfEachKind(external))
-        self.app = web.Application(middlewares=[self._guard], client_max_size=LARGEST_BODY)
+        self.app = web.Application(middlewares=[self._guard])
         for prefix in ("", "/sessions/{session}"):
             self.app.router.add_post(f"{prefix}/v1/chat/completions", self._complete)
             self.app.router.add_get(f"{prefix}/v1/models", self._models)
@@ -116,8 +116,7 @@ class ChatServer:
 
     async def _complete(self, http: web.Request) -> web.StreamResponse:
         completer = self._completer(http)
-        content = await http.read()
-        request = await asyncio.to_thread(parse_request, content)
+        request = await asyncio.to_thread(parse_request, await _body(http))
         completion = await completer.complete(request)
         body = await in_tokenizer_thread(
             partial(completion_body, completion, request, self._chat.tokenizer, self._chat.image_token)
@@ -145,6 +144,16 @@ class ChatServer:
 
     async def _health(self, http: web.Request) -> web.Response:
         return web.Response(text=json.dumps({"status": "ok"}), content_type="application/json")
+
+
+async def _body(http: web.Request) -> bytearray:
+    """Read the body of a request, which ``http.read`` would store until the response is complete."""
+    content = bytearray()
+    async for chunk in http.content.iter_any():
+        content += chunk
+        if len(content) > LARGEST_BODY:
+            raise web.HTTPRequestEntityTooLarge(LARGEST_BODY, len(content))
+    return content
 
 
 def make_token() -> str:

@@ -27,6 +27,7 @@ from megarl.agents.endpoint.chat_format import (
 from megarl.agents.endpoint.request import CONTEXT_LENGTH, ApiError, ChatRequest
 from megarl.agents.loop import Transcript, turn_seed
 from megarl.agents.types import AgentError, Conversation, Generate, Trajectory, TrajectoryEnd
+from megarl.base.errors import DataError
 from megarl.base.seeds import derive_seed
 from megarl.data.images import IMAGES
 from megarl.rollout.interface import Completion, SamplingParams
@@ -122,6 +123,7 @@ class Session:
             raise _closed_error()
         self._chat.check(request)
         parent, ids = await self._match(request)
+        request.drop_files()
         if self._closed:  # meanwhile
             raise _closed_error()
         params = self._sampling(request)
@@ -172,7 +174,10 @@ class Session:
                 self._note_limit("length", parent)
             raise
         self._check_limits(parent, new.ids)
-        self._conversation.add_images(new.images)
+        try:
+            self._conversation.add_images(new.images)
+        except DataError as error:
+            raise ApiError(400, error.text, code=error.code, param="messages") from error
         return parent, new.ids
 
     def _is_prompt(self, request: ChatRequest) -> bool:

@@ -188,7 +188,8 @@ def _tool_result(result: Any, name: str) -> ToolResult:
     answer = result if isinstance(result, ToolResult) else ToolResult(result)
     if isinstance(answer.content, str | list | tuple):
         return answer
-    text = f"tool {name} returned a {type(result).__name__}; it must return a text, a list of parts, or a ToolResult"
+    kind = type(answer.content).__name__
+    text = f"tool {name} returned a {kind}; it must return a text, a list of parts, or a ToolResult of them"
     raise AgentError(text, code="tool.result-type")
 
 
@@ -201,15 +202,22 @@ def check_truncate_side(side: str) -> str:
 
 
 def clip_content(tokenizer: PreTrainedTokenizerBase, content: Content, budget: int, side: str = "middle") -> Content:
-    """Truncate each text of a content, see :func:`clip_text`; images stay whole."""
+    """Truncate the texts of a content together, see :func:`clip_text`; images stay whole."""
     if isinstance(content, str):
         return clip_text(tokenizer, content, budget, side)
-    return [
-        {**part, "text": clip_text(tokenizer, part["text"], budget, side)}
-        if isinstance(part, Mapping) and isinstance(part.get("text"), str)
-        else part
-        for part in content
-    ]
+    is_text = [isinstance(part, Mapping) and isinstance(part.get("text"), str) for part in content]
+    text = "".join(part["text"] for part, readable in zip(content, is_text, strict=True) if readable)
+    if (ends := _ends(tokenizer, text, budget, side)) is None:
+        return content
+    (head, tail), clipped, start = ends, list[Mapping[str, Any]](), 0
+    for part, readable in zip(content, is_text, strict=True):
+        if readable:
+            stop = start + len(part["text"])
+            mark = _CUT if start <= len(head) < stop else ""
+            last = text[max(start, len(text) - len(tail)) : stop]
+            part, start = {**part, "text": head[start:stop] + mark + last}, stop
+        clipped.append(part)
+    return clipped
 
 
 def clip_text(tokenizer: PreTrainedTokenizerBase, text: str, budget: int, side: str = "middle") -> str:
@@ -219,20 +227,24 @@ def clip_text(tokenizer: PreTrainedTokenizerBase, text: str, budget: int, side: 
         budget: number of tokens kept; the mark is added to them.
         side: part that is kept, in verl's words: ``left``, ``right``, or both ends (``middle``).
     """
+    ends = _ends(tokenizer, text, budget, side)
+    return text if ends is None else _CUT.join(ends)
+
+
+def _ends(tokenizer: PreTrainedTokenizerBase, text: str, budget: int, side: str) -> tuple[str, str] | None:
+    """Return the ends of a text that :func:`clip_text` keeps; None if it keeps the whole text."""
     if len(text.encode()) <= budget:  # a token has at least one byte
-        return text
+        return None
     text = cut_middle(tokenizer, text, 2 * (budget + 1))
     encoded = tokenizer(text, add_special_tokens=False, return_offsets_mapping=tokenizer.is_fast)
     ids = encoded["input_ids"]
     sizes = control_tokens(tokenizer).spelled_sizes(ids)
     if sum(sizes) <= budget:
-        return text
+        return None
     room = {"left": budget, "middle": budget // 2, "right": 0}[side]
     head = bisect_right(list(accumulate(sizes)), room)
     tail = bisect_right(list(accumulate(reversed(sizes))), budget - room)
     if not tokenizer.is_fast:
-        return str(tokenizer.decode(ids[:head])) + _CUT + (str(tokenizer.decode(ids[-tail:])) if tail else "")
+        return str(tokenizer.decode(ids[:head])), str(tokenizer.decode(ids[-tail:])) if tail else ""
     offsets = encoded["offset_mapping"]  # cut in the text itself: decoding could change it
-    kept_head = text[: offsets[head - 1][1]] if head else ""
-    kept_tail = text[offsets[-tail][0] :] if tail else ""
-    return kept_head + _CUT + kept_tail
+    return text[: offsets[head - 1][1]] if head else "", text[offsets[-tail][0] :] if tail else ""
