@@ -229,7 +229,7 @@ class Rollouts:
         trajectories = [self._validated.pop(name) for name in names]
         self._awaited -= set(names)
         report_failures(trajectories)
-        samples = self._with_facts(groups, trajectories, with_routes=False)
+        samples = self._with_facts(groups, trajectories)
         samples.meta_info[ROLLOUT_METRICS] = trajectory_metrics(trajectories)
         return samples
 
@@ -300,7 +300,8 @@ class Rollouts:
             column :data:`BASELINE` is True.
         """
         report_failures(trajectories)
-        batch = self._with_facts(groups, trajectories, with_routes=self.with_routes)
+        assert isinstance(self.rollout, TrainingRolloutConfig), "a job without training samples"
+        batch = self._with_facts(groups, trajectories, self.with_routes, self.rollout.support_tokens)
         if self.with_baseline:
             of_group = np.arange(len(batch)) % self.samples_per_group
             batch = batch.with_columns({}, {BASELINE: (of_group == self.samples_per_group - 1).tolist()})
@@ -359,7 +360,11 @@ class Rollouts:
         )
 
     def _with_facts(
-        self, groups: Sequence[ConversationGroup], trajectories: Sequence[Trajectory], *, with_routes: bool
+        self,
+        groups: Sequence[ConversationGroup],
+        trajectories: Sequence[Trajectory],
+        with_routes: bool = False,
+        support_tokens: int = 0,
     ) -> DataProto:
         """Build a batch of trajectories with the columns of their prompts."""
         batch = trajectories_to_batch(
@@ -368,6 +373,7 @@ class Rollouts:
             state_masking=self.state_masking,
             with_versions=self.with_versions,
             with_routes=with_routes,
+            support_tokens=support_tokens,
         )
         batch.meta_info[REWARD_COUNTS] = self.runners.take_reward_counts()
         names = dict.fromkeys(name for group in groups for name in group.facts if name != IMAGES)

@@ -126,9 +126,7 @@ def test_gradient_over_the_support_is_that_of_the_sampled_objective():
         ours = logits.float().requires_grad_()
         for token in range(VOCABULARY):
             targets = torch.full((6,), token)
-            log_probs = vocab_parallel_outputs(
-                ours, targets, vocab_size=VOCABULARY, support=sampled_support
-            ).log_probs
+            log_probs = vocab_parallel_outputs(ours, targets, vocab_size=VOCABULARY, support=sampled_support).log_probs
             ratio = (log_probs - log_probs.detach()).exp()
             (mu[:, token] * ratio * advantages[:, token]).sum().backward()
         return ours.grad.double()
