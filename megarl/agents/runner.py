@@ -444,7 +444,7 @@ def _problem(trajectory: Trajectory, conversation: Conversation) -> str | None:
         shown = np.asarray(trajectory.response_ids) < 0
         if bool((shown & (np.asarray(trajectory.response_mask) != 0)).any()):
             return f"agent loop {conversation.agent_name!r}: response_mask is not 0 at the tokens of an image"
-    if conversation.params.support and length:
+    if conversation.params.support and length and trajectory.error is None:
         support = no_support(0, 1) if trajectory.support is None else trajectory.support
         if len(support) != length or bool((np.asarray(trajectory.response_mask)[support[:, 0] < 0] != 0).any()):
             return f"agent loop {conversation.agent_name!r}: generated tokens have no support, see Completion.support"
