@@ -13,6 +13,8 @@ from dataclasses import replace
 from functools import partial
 from typing import TYPE_CHECKING, Any, Self
 
+import numpy as np
+
 from megarl.agents.event_loop import in_image_thread, in_tokenizer_thread
 from megarl.agents.frames import encode_prompt, turn_frame
 from megarl.agents.types import (
@@ -32,7 +34,7 @@ from megarl.base.seeds import derive_seed
 from megarl.base.user_code import load_user_class
 from megarl.data.images import IMAGES, ImageReader, read_parts
 from megarl.data.tokenizers import fewest_tokens
-from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams
+from megarl.rollout.interface import NO_VERSION, Completion, SamplingParams, no_support
 
 if TYPE_CHECKING:
     from transformers import PreTrainedTokenizerBase
@@ -168,6 +170,7 @@ class Transcript:
         self.assistant_turns = 0
         self.user_turns = 0
         self._versions: list[int] = []
+        self._support: list[np.ndarray] = []
         self._last_token: int | None = None
 
     @property
@@ -211,6 +214,7 @@ class Transcript:
         self.response_mask += [1] * tokens
         self.log_probs += completion.log_probs
         self._versions += completion.weight_versions or [completion.weight_version] * tokens
+        self._support.append(self._no_support(tokens) if completion.support is None else completion.support)
         self._last_token = completion.token_ids[-1] if tokens else None
         self.assistant_turns += 1
 
@@ -222,8 +226,12 @@ class Transcript:
         self.response_mask += [0] * len(ids)
         self.log_probs += [0.0] * len(ids)
         self._versions += [self._versions[-1] if self._versions else NO_VERSION] * len(ids)
+        self._support.append(self._no_support(len(ids)))
         self.user_turns += 1
         return True
+
+    def _no_support(self, tokens: int) -> np.ndarray:
+        return no_support(tokens, self.conversation.params.support)
 
     async def observe_messages(
         self,
@@ -276,6 +284,7 @@ class Transcript:
             weight_versions=self._versions if len(versions) > 1 else (),
             metrics=dict(metrics or {}),
             fields=dict(fields or {}),
+            support=np.concatenate(self._support) if self.conversation.params.support and self._support else None,
         )
 
 
@@ -309,6 +318,7 @@ class SingleTurnLoop(AgentLoop):
             num_turns=2,
             weight_version=completion.weight_version,
             weight_versions=completion.weight_versions,
+            support=completion.support,
         )
 
     async def _encode(self, conversation: Conversation) -> list[int]:

@@ -44,7 +44,7 @@ from megarl.rewards.outcome import Outcome
 from megarl.rewards.pool import RunCounts
 from megarl.rewards.scorer import Scorer, ScorerSpec, TaskBuilder
 from megarl.rollout.image_reader import image_reader
-from megarl.rollout.interface import RequestRefused, RolloutError
+from megarl.rollout.interface import RequestRefused, RolloutError, no_support
 from megarl.rollout.router import Replica, Router, RouterStats
 
 if TYPE_CHECKING:
@@ -444,6 +444,10 @@ def _problem(trajectory: Trajectory, conversation: Conversation) -> str | None:
         shown = np.asarray(trajectory.response_ids) < 0
         if bool((shown & (np.asarray(trajectory.response_mask) != 0)).any()):
             return f"agent loop {conversation.agent_name!r}: response_mask is not 0 at the tokens of an image"
+    if conversation.params.support and length and trajectory.error is None:
+        support = no_support(0, 1) if trajectory.support is None else trajectory.support
+        if len(support) != length or bool((np.asarray(trajectory.response_mask)[support[:, 0] < 0] != 0).any()):
+            return f"agent loop {conversation.agent_name!r}: generated tokens have no support, see Completion.support"
     if length > conversation.response_tokens:
         limit = conversation.response_tokens
         return f"agent loop {conversation.agent_name!r}: {length} response tokens, {limit} are allowed"

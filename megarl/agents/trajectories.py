@@ -15,6 +15,7 @@ from megarl.data.column_store import ragged_columns
 from megarl.data.ragged import Rows
 from megarl.data.shared_prompts import DIGESTS, prompt_digests
 from megarl.rewards.outcome import OUTCOME
+from megarl.rollout.interface import no_support
 
 logger = logging.getLogger(__name__)
 
@@ -84,6 +85,7 @@ def trajectories_to_batch(
     state_masking: bool = True,
     with_versions: bool = False,
     with_routes: bool = False,
+    support_tokens: int = 0,
 ) -> DataProto:
     """Convert trajectories into a batch, one row per trajectory, in their order.
 
@@ -96,13 +98,15 @@ def trajectories_to_batch(
             on the policy's tokens, except on tokens of images.
         with_versions: add the column ``weight_versions``, for asynchronous training.
         with_routes: add the column ``routed_experts``, for routing replay R3.
+        support_tokens: add the column ``support_ids`` of this width; 0 = do not.
 
     Returns:
         ``prompts [b, P]``, ``responses``, ``response_mask``, ``generated_mask``, ``rollout_log_probs`` (0.0 for the
         environment's tokens) ``[b, R]``, ``attention_mask [b, P+R]`` and ``prompt_digests [b]``; with ``with_versions``
         also ``weight_versions [b, R]``; with ``with_routes`` also ``routed_experts [b, P+R, expert layers, per
-        token]``; the columns ``num_turns``, ``weight_version``, ``finish_reason``, ``agent_error`` (None: no failure)
-        and one column per name in ``fields``; :data:`OUTCOME` if a trajectory has an outcome.
+        token]``; with ``support_tokens`` also ``support_ids [b, R, support_tokens]``; the columns ``num_turns``,
+        ``weight_version``, ``finish_reason``, ``agent_error`` (None: no failure) and one column per name in ``fields``;
+        :data:`OUTCOME` if a trajectory has an outcome.
     """
     prompts = [_nonempty(trajectory.prompt_ids, pad_token_id) for trajectory in trajectories]
     responses = [_nonempty(trajectory.response_ids, pad_token_id) for trajectory in trajectories]
@@ -119,6 +123,8 @@ def trajectories_to_batch(
     if with_routes:
         lengths = [len(prompt) + len(response) for prompt, response in zip(prompts, responses, strict=True)]
         rows["routed_experts"] = _routes(trajectories, lengths)
+    if support_tokens:
+        rows["support_ids"] = [_support(trajectory, support_tokens) for trajectory in trajectories]
     tensors = ragged_columns(rows, {"prompts": pad_token_id, "responses": pad_token_id})
     tensors = tensors.merged({DIGESTS: prompt_digests(prompts)})
     names = dict.fromkeys(name for trajectory in trajectories for name in trajectory.fields)
@@ -141,6 +147,24 @@ def _versions(trajectory: Trajectory) -> Integers:
     if len(trajectory.weight_versions):
         return trajectory.weight_versions
     return [trajectory.weight_version] * max(len(trajectory.response_ids), 1)
+
+
+def _support(trajectory: Trajectory, width: int) -> np.ndarray:
+    """Tokens that each response token was sampled from.
+
+    Raises:
+        AgentError: they are unknown, as for a sample of an earlier run with other settings.
+    """
+    length = len(trajectory.response_ids)
+    if trajectory.error is not None or not length:
+        return no_support(max(length, 1), width)
+    if trajectory.support is None or trajectory.support.shape != (length, width):
+        raise AgentError(
+            f"a sample has no support of {width} tokens: it was generated with another top_k or support of "
+            "actor_rollout_ref.rollout; resume with the former settings",
+            code="rollout.no-support",
+        )
+    return trajectory.support
 
 
 def _routes(trajectories: Sequence[Trajectory], lengths: Sequence[int]) -> list[np.ndarray]:
@@ -180,6 +204,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
       share of conversations with an answer; ``env/number_of_valid_action``, ``env/number_of_valid_search``: per
       conversation; ``env/ratio_of_valid_action``: share of valid turns, mean over conversations.
     - ``state_tokens/{total,coverage}``: generated tokens, and their share of all response tokens.
+    - ``rollout/support_size/{mean,max}``: tokens that a generated token was sampled from, with ``rollout.support``.
     - ``agent/failed``: failed conversations; they are excluded from all other metrics.
     - ``agent/led_again``: conversations of a resumed run that took another way than their stored turns.
     - ``agent/<name>/mean``: any other number reported by loops and tools.
@@ -191,7 +216,7 @@ def trajectory_metrics(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     for name in names:
         rows = [trajectory.metrics for trajectory in succeeded if name in trajectory.metrics]
         metrics |= _SPECIAL[name](rows) if name in _SPECIAL else {f"agent/{name}/mean": _mean(rows, name)}
-    return metrics | _state_tokens(succeeded)
+    return metrics | _state_tokens(succeeded) | _support_size(succeeded)
 
 
 _Rows = Sequence[Mapping[str, float]]
@@ -201,6 +226,16 @@ def _state_tokens(trajectories: Sequence[Trajectory]) -> dict[str, float]:
     generated = sum(int(np.sum(trajectory.response_mask, dtype=np.int64)) for trajectory in trajectories)
     total = sum(len(trajectory.response_mask) for trajectory in trajectories)
     return {"state_tokens/total": Total(generated), "state_tokens/coverage": generated / total} if total else {}
+
+
+def _support_size(trajectories: Sequence[Trajectory]) -> dict[str, float]:
+    sizes = [(trajectory.support >= 0).sum(-1) for trajectory in trajectories if trajectory.support is not None]
+    joined = np.concatenate(sizes) if sizes else np.zeros(0)
+    generated = joined[joined > 0]  # the environment's tokens have none
+    if not len(generated):
+        return {}
+    name = "rollout/support_size"
+    return {f"{name}/mean": float(generated.mean()), f"{name}/max": Largest(float(generated.max()))}
 
 
 def _mean_max_min(name: str, values: Sequence[float]) -> dict[str, float]:

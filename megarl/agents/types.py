@@ -157,6 +157,8 @@ class Trajectory:
         unmasked: ``response_mask`` before the failure was recorded; empty without a failure.
         routes: int16 ``[tokens, expert layers, per token]``, experts of the first tokens, prompt and response; None
             without routing replay R3, and if the engine has computed nothing.
+        support: int32 ``[response tokens, SamplingParams.support]``, the tokens that each generated token was sampled
+            from; -1 = none. None if the conversation's parameters have no ``support``.
         outcome: score of the reward functions; None: not scored yet.
         images: images in the tokens besides those of the data row, each once.
     """
@@ -174,6 +176,7 @@ class Trajectory:
     error: str | None = None
     unmasked: Integers = ()
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    support: np.ndarray | None = field(default=None, compare=False, repr=False)
     outcome: Outcome | None = None
     images: Sequence[Image] = ()
 
@@ -209,7 +212,7 @@ class StoredTurn:
         log_probs: float32 ``[n]``.
         versions: int32 ``[n]`` weight version of each token.
         finish_reason: see :class:`~megarl.rollout.interface.Completion`; ``abort``: the turn is unfinished.
-        routes: see :class:`~megarl.rollout.interface.Completion`.
+        routes: see :class:`~megarl.rollout.interface.Completion`; likewise ``support``.
     """
 
     context: str
@@ -218,6 +221,7 @@ class StoredTurn:
     versions: np.ndarray
     finish_reason: FinishReason
     routes: np.ndarray | None = None
+    support: np.ndarray | None = None
 
     @classmethod
     def of(cls, context: str, completion: Completion) -> StoredTurn:
@@ -229,6 +233,7 @@ class StoredTurn:
             np.array(completion.versions, np.int32),
             completion.finish_reason,
             completion.routes,
+            completion.support,
         )
 
     @property
@@ -243,6 +248,7 @@ class StoredTurn:
             weight_version=min(versions, default=NO_VERSION),
             weight_versions=tuple(versions) if len(set(versions)) > 1 else (),
             routes=self.routes,
+            support=self.support,
         )
 
 

@@ -133,7 +133,7 @@ def token_store_bytes(config: TrainConfig, teacher_hidden: int = 0) -> int:
         config.async_training.mode != SYNC,
         algorithm.rollout_correction.rollout_is is not None,
     )
-    per_token = _RESPONSE_TOKEN_BYTES + 4 * sum(further)
+    per_token = _RESPONSE_TOKEN_BYTES + 4 * sum(further) + 4 * config.actor_rollout_ref.rollout.support_tokens
     if config.distillation.enabled:  # hidden state, top tokens with log-probs, or one log-prob
         per_token += teacher_hidden or 8 * config.distillation.distillation_loss.teacher_topk or 4
     samples = data.train_batch_size * config.responses_per_prompt

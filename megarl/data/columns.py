@@ -151,6 +151,15 @@ _declare(
 
 declare_column(
     Column(
+        "support_ids",
+        "response",
+        torch.int32,
+        -1,
+        "Tokens that each token was sampled from, `[b, R, k]`, -1 = none; with `rollout.support`.",
+    )
+)
+declare_column(
+    Column(
         "routed_experts",
         "sequence",
         torch.int16,

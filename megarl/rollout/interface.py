@@ -84,6 +84,8 @@ class SamplingParams:
             token is kept.
         ignore_eos: no token stops generation, neither the engine's end-of-sequence tokens nor ``stop_token_ids``; the
             strings of ``stop`` and ``max_new_tokens`` do.
+        support: sample from at most this many tokens, the most likely ones, and return them as
+            :attr:`Completion.support`; 0 = return none.
     """
 
     max_new_tokens: int
@@ -95,9 +97,10 @@ class SamplingParams:
     stop_token_ids: tuple[int, ...] = ()
     stop: tuple[str, ...] = ()
     ignore_eos: bool = False
+    support: int = 0
 
     def __post_init__(self) -> None:
-        for name in ("max_new_tokens", "top_k"):
+        for name in ("max_new_tokens", "top_k", "support"):
             if not is_integer_type(type(getattr(self, name))):
                 raise RequestRefused(
                     f"{name}={getattr(self, name)!r}, expected an integer", code="rollout.sampling-type"
@@ -109,6 +112,7 @@ class SamplingParams:
             "top_k": (self.top_k == -1 or 1 <= self.top_k <= MAX_INT32, f"-1 (all) or 1 to {MAX_INT32}"),
             "min_p": (0 <= self.min_p <= 1, "a number in [0, 1]"),
             "repetition_penalty": (0 < self.repetition_penalty <= 2, "a number in (0, 2]"),
+            "support": (0 <= self.support <= MAX_INT32, f"0 (none) to {MAX_INT32}"),
         }
         for name, (holds, expected) in limits.items():
             if not holds:
@@ -130,7 +134,13 @@ class SamplingParams:
             top_k=keys.top_k,
             min_p=keys.min_p,
             repetition_penalty=keys.repetition_penalty,
+            support=keys.support_tokens if isinstance(keys, TrainingRolloutConfig) else 0,
         )
+
+    @property
+    def largest_support(self) -> int:
+        """Most tokens to sample from, by ``top_k`` and ``support``; :data:`MAX_INT32` = all."""
+        return min(count for count in (self.top_k, self.support, MAX_INT32) if count > 0)
 
 
 @dataclass(frozen=True)
@@ -185,7 +195,8 @@ class Completion:
     Attributes:
         token_ids: generated tokens, including the stop token.
         log_probs: natural log-prob of each token at the request's temperature and repetition penalty over the whole
-            vocabulary, before ``top_k``, ``top_p`` and ``min_p``; at temperature 1 for greedy requests.
+            vocabulary, before ``top_k``, ``top_p`` and ``min_p``; at temperature 1 for greedy requests. With
+            ``support`` it is that of the renormalized distribution over the support.
         finish_reason: ``stop`` at a stop token or string, ``length`` at ``max_new_tokens``, ``abort`` after
             :meth:`RolloutEngine.abort`, with the tokens generated so far, possibly none.
         weight_version: version of the weights that generated it; the oldest if there were several.
@@ -194,6 +205,8 @@ class Completion:
             :attr:`Request.routes_from` on except the last, whose output the engine does not compute. Tokens of an
             interrupted response keep their first experts. None if the request has no ``routes_from``, or the engine
             has computed nothing.
+        support: int32 ``[tokens, SamplingParams.support]``, the tokens that each token was sampled from; -1 = none. Of
+            a greedy request only the token itself. None if the request has no ``support``.
         refusal: why the engine cannot serve the request, which then has no tokens; None = it serves it.
         discarded_tokens: generated tokens of the request that an engine could not continue and threw away.
     """
@@ -205,6 +218,7 @@ class Completion:
     weight_version: int
     weight_versions: tuple[int, ...] = ()
     routes: np.ndarray | None = field(default=None, compare=False, repr=False)
+    support: np.ndarray | None = field(default=None, compare=False, repr=False)
     refusal: RequestRefused | None = None
     discarded_tokens: int = field(default=0, compare=False)
 
@@ -219,6 +233,7 @@ class Completion:
             return self
         versions = (*prior.versions, *self.versions)
         routes = [part for part in (prior.routes, self.routes) if part is not None]
+        supports = [part for part in (prior.support, self.support) if part is not None]
         return replace(
             self,
             token_ids=[*prior.token_ids, *self.token_ids],
@@ -226,7 +241,13 @@ class Completion:
             weight_version=min(versions),
             weight_versions=versions if len(set(versions)) > 1 else (),
             routes=np.concatenate(routes) if routes else None,
+            support=np.concatenate(supports) if supports else None,
         )
+
+
+def no_support(tokens: int, width: int) -> np.ndarray:
+    """Return the support of tokens that no engine sampled, int32 ``[tokens, width]``."""
+    return np.full((tokens, width), -1, np.int32)
 
 
 @dataclass(frozen=True)
@@ -240,6 +261,7 @@ class EngineOptions:
         max_model_len: maximum tokens of prompt and response; None = the model's ``max_position_embeddings``.
         eos_token_ids: tokens that end every sequence; None = those of the model folder and its tokenizer.
         return_routes: requests may have :attr:`Request.routes_from`; the engine then records experts.
+        return_support: requests may have :attr:`SamplingParams.support`.
         image_options: settings of the image processor, see :class:`megarl.base.image_files.ImageProcessor`.
         trained_tower: weight updates include the vision tower, if the model has one.
         quantization: ``fp8`` = the engine holds linear layers in blockwise FP8; None = all weights are in ``dtype``.
@@ -252,6 +274,7 @@ class EngineOptions:
     max_model_len: int | None = None
     eos_token_ids: tuple[int, ...] | None = None
     return_routes: bool = False
+    return_support: bool = False
     quantization: str | None = None
     image_options: Mapping[str, Any] = field(default_factory=dict)
     trained_tower: bool = False

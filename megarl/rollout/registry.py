@@ -7,7 +7,7 @@ from typing import NamedTuple, TypeVar
 
 from megarl.base.errors import ConfigError
 from megarl.base.registry import Registry
-from megarl.config.schema.rollout import QUANTIZATION_KEY
+from megarl.config.schema.rollout import QUANTIZATION_KEY, SUPPORT_KEY
 from megarl.models import ModelConfig
 from megarl.rollout.interface import EngineOptions, RolloutEngine
 
@@ -27,6 +27,7 @@ class EngineEntry(NamedTuple):
         vocab_multiple: the engine pads the vocabulary to a multiple of this number before it divides the rows.
         returns_routes: the engine supports :attr:`EngineOptions.return_routes`.
         quantizes: the engine supports :attr:`EngineOptions.quantization`.
+        returns_support: the engine supports :attr:`EngineOptions.return_support`.
     """
 
     create: EngineFactory
@@ -34,6 +35,7 @@ class EngineEntry(NamedTuple):
     vocab_multiple: int = 1
     returns_routes: bool = False
     quantizes: bool = False
+    returns_support: bool = False
 
 
 # Imported on first use: only the users of an engine need its dependencies.
@@ -49,6 +51,7 @@ def register_engine(
     *,
     returns_routes: bool = False,
     quantizes: bool = False,
+    returns_support: bool = False,
 ) -> Callable[[_Factory], _Factory]:
     """Return a decorator that registers a function of (model folder, options) as an engine.
 
@@ -57,7 +60,7 @@ def register_engine(
     """
 
     def register(factory: _Factory) -> _Factory:
-        ENGINES.register(name)(EngineEntry(factory, check, vocab_multiple, returns_routes, quantizes))
+        ENGINES.register(name)(EngineEntry(factory, check, vocab_multiple, returns_routes, quantizes, returns_support))
         return factory
 
     return register
@@ -80,8 +83,7 @@ def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) ->
     """Check that an engine supports a model, before anything starts.
 
     Raises:
-        ConfigError: the name is unknown, or the engine does not return the routes that training replays, or does not
-            quantize weights.
+        ConfigError: the name is unknown, or the engine does not support one of the options.
         ModelError: the engine does not support the model; gives the reason.
     """
     entry = ENGINES[name]
@@ -96,6 +98,12 @@ def check_engine_model(name: str, model: ModelConfig, options: EngineOptions) ->
             f"{QUANTIZATION_KEY}={options.quantization} with rollout.name={name}: this engine does not quantize "
             "weights; set null",
             code="rollout.quantization-unsupported",
+        )
+    if options.return_support and not entry.returns_support:
+        raise ConfigError(
+            f"{SUPPORT_KEY}.enable=true with rollout.name={name}: this engine does not return the tokens that it "
+            "samples from; set false",
+            code="rollout.support-unsupported",
         )
     if entry.check is not None:
         entry.check(model, options)

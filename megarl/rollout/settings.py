@@ -57,6 +57,7 @@ def engine_options(
         max_num_seqs=rollout.max_num_seqs,
         eos_token_ids=eos_token_ids,
         return_routes=return_routes,
+        return_support=isinstance(rollout, TrainingRolloutConfig) and rollout.support.enable,
         quantization=rollout.quantization if isinstance(rollout, TrainingRolloutConfig) else None,
         image_options=dict(image_options),
         trained_tower=trained_tower,

@@ -365,12 +365,14 @@ class Rollouts:
 
         Training reads the files of later turns' images in other processes, so they go to the store, once per group.
         """
+        support = self.rollout.support_tokens if isinstance(self.rollout, TrainingRolloutConfig) else 0
         batch = trajectories_to_batch(
             trajectories,
             self.tokenizer.pad_token_id or 0,
             state_masking=self.state_masking,
             with_versions=self.with_versions,
             with_routes=trains and self.with_routes,
+            support_tokens=support if trains else 0,
         )
         batch.meta_info[REWARD_COUNTS] = self.runners.take_reward_counts()
         names = dict.fromkeys(name for group in groups for name in group.facts if name != IMAGES)

@@ -31,7 +31,7 @@ from megarl.config.schema.distillation import DistillationLossConfig
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions, PackedMicroBatch, PolicyOutputs
 from megarl.megatron.checkpoint.role_state import RESUMABLE
-from megarl.megatron.layers.logprobs import REF_HIDDEN, TEACHER_HIDDEN, TEACHER_NUMBER
+from megarl.megatron.layers.logprobs import REF_HIDDEN, SUPPORT, TEACHER_HIDDEN, TEACHER_NUMBER
 from megarl.megatron.layers.outputs import POOLED
 from megarl.sharding.placement import ProcessLocation, Routes, current_location
 from megarl.sharding.plan import RankPlan, TransferUsage
@@ -163,7 +163,7 @@ class ActorWorker(PolicyWorker):
     def _learns_full_kl(self) -> bool:
         return self.config.use_kl_loss and self.config.kl_loss_type == FULL_KL
 
-    @verb(Dispatch.SPLIT, phase="old_log_prob", columns=(*SEQUENCES, ROUTES))
+    @verb(Dispatch.SPLIT, phase="old_log_prob", columns=(*SEQUENCES, SUPPORT, ROUTES))
     @offload_after
     def compute_log_prob(self, batch: DataProto) -> DataProto | None:
         """Compute ``old_log_probs`` of the response tokens and their ``entropys``, ``[b, R]``, before the updates.
@@ -206,7 +206,7 @@ class ActorWorker(PolicyWorker):
         super().load_checkpoint(path, contents)
         self._proximal.free()
 
-    @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
+    @verb(Dispatch.SPLIT, phase="ref", columns=(*SEQUENCES, SUPPORT))
     @offload_after
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
         """Compute ``ref_log_prob`` of the response tokens, ``[b, R]``, under the reference policy.
@@ -254,7 +254,7 @@ class ActorWorker(PolicyWorker):
         Dispatch.SPLIT,
         mini_batches="actor_mini_batch_rows",
         phase="update_actor",
-        columns=(*SEQUENCES, ROUTES, "response_mask", *POLICY_COLUMNS, *TEACHER_COLUMNS, *SAMPLE_IDS),
+        columns=(*SEQUENCES, SUPPORT, ROUTES, "response_mask", *POLICY_COLUMNS, *TEACHER_COLUMNS, *SAMPLE_IDS),
     )
     def update_actor(self, batch: DataProto) -> dict[str, float]:
         """Update the policy (PPO): ``ppo_epochs`` passes over the mini-batches.

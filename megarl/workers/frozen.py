@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from megarl.data import DataProto
 from megarl.megatron import OutputOptions
-from megarl.megatron.layers.logprobs import TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
+from megarl.megatron.layers.logprobs import SUPPORT, TEACHER_HIDDEN, TEACHER_IDS, TEACHER_NUMBER
 from megarl.workers.actor import PolicyWorker
 from megarl.workers.base import offload_after
 from megarl.workers.dispatch import Dispatch, WorkerPlace, verb
@@ -30,7 +30,7 @@ class ReferenceWorker(PolicyWorker):
         super().__init__(place, settings=settings)
         self.log_prob = log_prob
 
-    @verb(Dispatch.SPLIT, phase="ref", columns=SEQUENCES)
+    @verb(Dispatch.SPLIT, phase="ref", columns=(*SEQUENCES, SUPPORT))
     @offload_after
     def compute_ref_log_prob(self, batch: DataProto) -> DataProto | None:
         """Compute ``ref_log_prob`` of the response tokens, ``[b, R]``."""

@@ -23,6 +23,7 @@ from megarl.data import (
 from megarl.data.images import IMAGES
 from megarl.data.shared_prompts import SharedPromptRows, micro_batch_units, split_units
 from megarl.megatron.engine.faults import DeviceMemoryError
+from megarl.megatron.layers.logprobs import SUPPORT
 from megarl.megatron.layers.packed import PackedMicroBatch
 from megarl.workers.settings import MicroBatchBudget
 
@@ -136,10 +137,13 @@ class PackedRows:
         """Pack rows into one micro-batch, without padding.
 
         Args:
-            columns: further inputs of the loss, packed over the rows' response tokens.
+            columns: further inputs of the loss, packed over the rows' response tokens, besides the column
+                :data:`~megarl.megatron.layers.logprobs.SUPPORT`, if the batch has it.
             at_tokens: read outputs at the response tokens instead of one position before them.
             replay: use the experts of the column :data:`ROUTES`, if the batch has it.
         """
+        if SUPPORT in self.batch.tensors:
+            columns = {**(columns or {}), SUPPORT: self.column(SUPPORT, rows)}
         return PackedMicroBatch.from_rows(
             self.samples(rows),
             columns,

@@ -4,6 +4,7 @@ import pytest
 from config_cases import EVALUATE, SFT, TRAIN, check_problem, problems_of, with_keys
 
 from megarl.config import EvaluateConfig, GenerateConfig, PreferenceConfig, RewardTrainingConfig, SFTConfig, TrainConfig
+from megarl.config.batch import token_store_bytes
 from megarl.config.build import build
 
 ACTOR, ROLLOUT, REF = "actor_rollout_ref.actor", "actor_rollout_ref.rollout", "actor_rollout_ref.ref"
@@ -476,6 +477,37 @@ def test_impossible_training_of_reward_models(values, path, expected):
 )
 def test_impossible_preference_optimization(values, path, expected):
     check_problem(problems_of(values, PreferenceConfig, SFT)[path], expected)
+
+
+SUPPORT = {f"{ROLLOUT}.support.enable": True, f"{ROLLOUT}.top_p": 0.8}
+TEACHER = {"distillation.enabled": True, "distillation.teacher_models": {"t": {"model_path": "teacher"}}}
+
+
+@pytest.mark.parametrize(
+    ("values", "code"),
+    [
+        ({f"{ROLLOUT}.top_p": 1.0}, "rollout.support-without-filter"),
+        ({f"{ROLLOUT}.repetition_penalty": 1.1}, "rollout.support-penalty"),
+        (TEACHER, "rollout.support-distillation"),
+    ],
+)
+def test_log_probs_over_the_support_are_refused_where_they_are_useless_or_wrong(values, code):
+    check_problem(problems_of({**SUPPORT, **values})[f"{ROLLOUT}.support.enable"], code)
+
+
+def test_the_width_of_the_support_follows_from_the_filter_and_its_bound():
+    def rollout(**keys):
+        config = build(
+            TrainConfig, with_keys({**SUPPORT, **{f"{ROLLOUT}.{name}": value for name, value in keys.items()}})
+        )
+        return config, config.actor_rollout_ref.rollout.support_tokens
+
+    config, width = rollout()
+    off, none = rollout(**{"support.enable": False})
+    assert (width, none) == (64, 0)
+    assert rollout(top_k=20)[1] == 28 and rollout(top_k=60)[1] == 64
+    rows = off.data.train_batch_size * off.responses_per_prompt * off.data.max_response_length
+    assert token_store_bytes(config) - token_store_bytes(off) == rows * 64 * 4
 
 
 def test_min_p_needs_sglang_without_its_deterministic_mode():

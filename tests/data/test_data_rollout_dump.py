@@ -35,6 +35,10 @@ def test_rollout_dump_round_trip(tmp_path):
     }
     assert {name: [row.tolist() for row in getattr(read, name)] for name in expected} == expected
     assert read.weight_versions.tolist() == [3, 4]
+    assert read.support is None
+    support = torch.tensor([[[6, 1], [-1, -1]], [[8, -1], [-1, -1]]], dtype=torch.int32)
+    (tmp_path / "8.npz").write_bytes(RolloutDump.of(batch.with_columns({"support_ids": support}), facts).encoded())
+    assert [row.tolist() for row in RolloutDump.load(tmp_path / "8.npz").support] == [[[6, 1], [-1, -1]], [[8, -1]]]
     plain = batch.select([name for name in batch.tensors if name != "generated_mask"])
     without = RolloutDump.of(DataProto.from_dict(plain.tensors), facts)
     assert np.all(np.concatenate(without.generated)) and without.weight_versions.tolist() == [-1, -1]

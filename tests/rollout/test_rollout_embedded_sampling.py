@@ -77,7 +77,7 @@ def draw(logits, params, seeds=None, steps=None):
     lanes = lanes[:rows]
     sampler.assign(lanes, params, list(seeds or range(rows)))
     steps = torch.zeros(rows, dtype=torch.int64) if steps is None else steps
-    return sampler.draw(logits, torch.tensor(lanes), steps)
+    return sampler.draw(logits, torch.tensor(lanes), steps)[:2]
 
 
 def test_tokens_invert_the_cumulative_distribution():

@@ -14,7 +14,7 @@ def test_an_unknown_engine_lists_the_known_ones(make_folder):
         create_engine("vllm", str(make_folder()))
 
 
-def test_a_registered_user_engine_is_created_and_returns_no_routes(monkeypatch, make_folder):
+def test_a_registered_user_engine_is_created_and_returns_no_routes_or_support(monkeypatch, make_folder):
     monkeypatch.setattr(ENGINES, "_entries", dict(ENGINES._entries))
 
     @register_engine("mine")
@@ -29,6 +29,8 @@ def test_a_registered_user_engine_is_created_and_returns_no_routes(monkeypatch, 
         "actor_rollout_ref.actor.router_replay.mode=R3 replays routes of the engine, which rollout.name=mine does not "
         "return; set R2 [rollout.routes-unsupported]"
     )
+    with raises("rollout.support-unsupported", "actor_rollout_ref.rollout.support.enable=true", "rollout.name=mine"):
+        check_engine_model("mine", read_model_config(make_folder("qwen2")), EngineOptions(return_support=True))
 
 
 class WithSinks:

@@ -26,7 +26,7 @@ from megarl.models.hf_checkpoint import HFReader, load_local
 from megarl.models.model_config import Experts
 from megarl.models.verification import ParamRectangle, rectangle_checksum, tensor_checksum
 from megarl.rollout import EngineOptions, Request, RolloutError, SamplingParams, check_engine_model
-from megarl.rollout.interface import EngineLost
+from megarl.rollout.interface import EngineLost, RequestRefused
 from megarl.rollout.sglang import options
 from megarl.rollout.sglang.backend import NAN_STOP, CallWatch, ResponseContext, parse_completion, request_payload
 from megarl.rollout.sglang.engine import _check_divides, _memory_tags
@@ -718,6 +718,46 @@ def test_missing_and_impossible_routes_are_errors(routes, code, value):
     response = response_of([(5, -1.0)] * 3, routed_experts=None if routes is None else encoded(routes))
     with raises(code, "request 'r'", value, error=RolloutError):
         parse_completion(replace(REQUEST, routes_from=1), response, READING._replace(experts=EXPERTS))
+
+
+SUPPORTED = replace(REQUEST, params=SamplingParams(3, top_p=0.9, support=12))
+
+
+def test_a_support_is_requested_with_room_for_tokens_of_equal_probability():
+    payload = request_payload(SUPPORTED, "x-1", frozenset({7}), 50)
+    assert payload["return_sampling_mask"] and payload["sampling_params"]["top_k"] == 4
+    narrow = replace(SUPPORTED, params=SamplingParams(3, top_k=2, support=10))
+    assert request_payload(narrow, "x-1", frozenset({7}), 0)["sampling_params"]["top_k"] == 2
+    assert "return_sampling_mask" not in request_payload(REQUEST, "x-1", frozenset({7}), 0)
+
+
+def test_a_support_is_read_with_its_log_probs():
+    meta = {
+        "output_token_sampling_mask": [[5, 6], [6], [9, 8, 4]],
+        "output_token_sampling_logprobs": [-0.25, 0.0, -1.5],
+    }
+    done = parse_completion(SUPPORTED, response_of([(5, -1.0), (6, -2.0), (8, -3.0)], **meta), READING)
+    assert done.log_probs == [-0.25, 0.0, -1.5] and done.token_ids == [5, 6, 8]
+    assert done.support.dtype == np.int32
+    assert done.support.tolist() == [[5, 6] + [-1] * 10, [6] + [-1] * 11, [9, 8, 4] + [-1] * 9]
+    nothing = parse_completion(SUPPORTED, response_of([], "abort"), READING)
+    assert nothing.support.shape == (0, 12)
+
+
+@pytest.mark.parametrize(
+    ("sets", "log_probs", "error", "code"),
+    [
+        (None, None, RolloutError, "sglang.no-support"),
+        ([[5]] * 2, [0.0] * 2, RolloutError, "sglang.malformed-support"),
+        ([[5], [5], [6]], [0.0] * 3, RolloutError, "sglang.malformed-support"),
+        ([[5], [5], list(range(13))], [0.0] * 3, RequestRefused, "sglang.support-too-large"),
+        ([[5]] * 3, [0.0, 0.0, float("nan")], RolloutError, "rollout.logprobs-not-finite"),
+    ],
+)
+def test_missing_and_impossible_supports_are_errors(sets, log_probs, error, code):
+    meta = {"output_token_sampling_mask": sets, "output_token_sampling_logprobs": log_probs}
+    with raises(code, "request 'r'", error=error):
+        parse_completion(SUPPORTED, response_of([(5, -1.0)] * 3, **meta), READING)
 
 
 def test_routes_are_recorded_if_they_are_returned(monkeypatch, tmp_path):

@@ -242,6 +242,14 @@ def test_tensors_that_nothing_loads_are_named_before_the_start(train_config, ari
     assert str(folder) in message and "model.layers.0.mlp.up_proj.bias" in message
 
 
+def test_a_filter_with_log_probs_over_the_whole_vocabulary_is_named(train_config, caplog):
+    key = "actor_rollout_ref.rollout.support.enable"
+    for changes, named in ({"top_p": 0.8}, 1), ({"top_k": 9, "support.enable": True}, 0), ({}, 0):
+        caplog.clear()
+        check_early(train_config({f"actor_rollout_ref.rollout.{name}": value for name, value in changes.items()}))
+        assert sum(key in record.getMessage() for record in caplog.records) == named
+
+
 @pytest.mark.parametrize(("response", "code"), [(7, "data.column-type"), (None, "data.missing-column")])
 def test_sft_responses_must_be_text(sft_config, arithmetic, tmp_path, response, code):
     rows = pq.read_table(arithmetic / "data" / "sft.parquet").to_pylist()

@@ -49,6 +49,7 @@ _TRAIN: tuple[Check, ...] = (
     run.validation,
     generation.validation_sampling,
     generation.token_filters,
+    generation.sampled_support,
     run.resume,
     run.checkpoints,
     generation.agents,

@@ -17,7 +17,7 @@ from megarl.config.schema.jobs import (
     TrainConfig,
 )
 from megarl.config.schema.rewards import CUSTOM_REWARD, JudgeConfig
-from megarl.config.schema.rollout import TokenFilterConfig, TrainingRolloutConfig
+from megarl.config.schema.rollout import SUPPORT_KEY, TokenFilterConfig, TrainingRolloutConfig
 
 _ROLLOUT = "actor_rollout_ref.rollout"
 
@@ -60,6 +60,23 @@ def token_filters(config: TrainConfig | EvaluateConfig | GenerateConfig) -> Iter
         if keys.min_p:
             text = f"SGLang's deterministic mode has no min_p; set 0, or {_ROLLOUT}.engine_kwargs.sglang.deterministic"
             yield Problem(f"{path}.min_p", keys.min_p, f"{text}=false", code="sglang.no-min-p")
+
+
+def sampled_support(config: TrainConfig) -> Iterator[Problem]:
+    """Check that log-probs over the sampled support are useful and supported by the rest of the run."""
+    rollout = config.actor_rollout_ref.rollout
+    if not rollout.support.enable:
+        return
+    path = f"{SUPPORT_KEY}.enable"
+    if not rollout.filters_tokens:
+        text = f"samples from the whole vocabulary without a filter; set top_p, top_k or min_p of {_ROLLOUT}, or false"
+        yield Problem(path, True, text, code="rollout.support-without-filter")
+    if rollout.repetition_penalty != 1:
+        text = f"training does not apply {_ROLLOUT}.repetition_penalty={rollout.repetition_penalty}; set 1, or false"
+        yield Problem(path, True, text, code="rollout.support-penalty")
+    if config.distillation.enabled:
+        text = "the loss towards teachers is over the whole vocabulary; set false, or distillation.enabled=false"
+        yield Problem(path, True, text, code="rollout.support-distillation")
 
 
 def agents(config: GenerationJobConfig) -> Iterator[Problem]:

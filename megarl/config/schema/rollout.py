@@ -10,6 +10,9 @@ from megarl.config.keys import derived_key, key, section
 from megarl.config.schema.model import DTYPES, LogProbBatchConfig, OwnDevicesConfig
 
 QUANTIZATION_KEY = "actor_rollout_ref.rollout.quantization"
+SUPPORT_KEY = "actor_rollout_ref.rollout.support"
+SUPPORT_TIES = 8
+"""Tokens beyond ``top_k`` that a support has room for: some of SGLang's kernels keep all tokens of equal rank."""
 FP8 = "fp8"
 """Value of the key: blockwise FP8."""
 
@@ -169,6 +172,24 @@ class ValSamplingConfig(TokenFilterConfig):
 
 
 @dataclass(frozen=True)
+class SupportConfig:
+    """Log-probs over the sampled support; see docs/reference/rollout_correction.md."""
+
+    enable: bool = key(
+        False,
+        "With `top_p`, `top_k` or `min_p`: the engine returns the tokens that it sampled each token from, and actor "
+        "and reference normalize over them.",
+    )
+    max_tokens: int = key(
+        64,
+        "Most tokens to sample from, the most likely ones, in training; each response token stores as many ids of 4 "
+        "bytes.",
+        at_least=2 * SUPPORT_TIES,
+        at_most=4096,
+    )
+
+
+@dataclass(frozen=True)
 class HealthConfig:
     """Failure detection of rollout replicas: requests of a lost replica move to others, and a new one replaces it."""
 
@@ -248,6 +269,7 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig):
         choices=(FP8,),
     )
     temperature: float = key(1.0, "Sampling temperature; training computes log-probs at the same one.", above=0)
+    support: SupportConfig = section(SupportConfig)
     free_cache_engine: bool = key(
         True,
         "Engines release the memory of weights and KV cache to the trainer outside the generation phase; never with "
@@ -269,6 +291,19 @@ class TrainingRolloutConfig(OwnDevicesConfig, RolloutConfig, TokenFilterConfig):
         "Samples per micro-batch and data-parallel rank; auto = the actor's `micro_batch_size_per_gpu`.",
         at_least=1,
     )
+
+    @property
+    def filters_tokens(self) -> bool:
+        """Whether the engine samples from a part of the vocabulary."""
+        return self.top_p < 1 or self.top_k > 0 or self.min_p > 0
+
+    @property
+    def support_tokens(self) -> int:
+        """Most tokens that a token is sampled from, which the engine returns; 0 = it returns none."""
+        if not self.support.enable:
+            return 0
+        bound = self.support.max_tokens
+        return min(bound, self.top_k + SUPPORT_TIES) if self.top_k > 0 else bound
 
     @property
     def log_prob_batch(self) -> LogProbBatchConfig:

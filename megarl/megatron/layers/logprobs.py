@@ -11,6 +11,9 @@ logits over the temperature, :math:`m = \\max z`, :math:`S = \\sum_j e^{z_j - m}
 
 The log-probs of further tokens at a position, as a teacher's most probable ones, are computed in the same way.
 
+A token sampled with ``top_p``, ``top_k`` or ``min_p`` comes from the distribution renormalized over its support. Logits
+outside are masked before the maximum, and all outputs and gradients are those of the renormalized distribution.
+
 With a vocabulary of 152 thousand and 16 thousand tokens, one float32 copy of the logits is 9 GiB. So forward and
 backward compute in float32 on a chunk of tokens at a time (:func:`~megarl.models.partition.logits_chunk_rows`), keep
 two numbers per token for the backward instead of the probabilities, and may write the gradient over the logits. For the
@@ -38,6 +41,11 @@ TEACHER_HIDDEN = "teacher_hidden"
 """Column of a micro-batch: the teacher's final hidden state that predicts each response token."""
 TEACHER_NUMBER = "teacher_number"
 """Column of a micro-batch: number of each response token's teacher, if there are several."""
+SUPPORT = "support_ids"
+"""Column of a micro-batch: the tokens that each response token was sampled from, ``[response tokens, k]``."""
+
+_OUTSIDE = -1e30
+"""Logit of a token outside the support; finite, since its product with probability 0 must be 0."""
 
 
 class ReferenceHead(NamedTuple):
@@ -90,6 +98,7 @@ def vocab_parallel_outputs(
     with_sum_pi_squared: bool = False,
     reference: ReferenceHead | None = None,
     ids: Tensor | None = None,
+    support: Tensor | None = None,
     group: dist.ProcessGroup | None = None,
     overwrite_logits: bool = False,
 ) -> TokenOutputs:
@@ -104,6 +113,8 @@ def vocab_parallel_outputs(
         reference: compute the KL to this distribution, at the same temperature.
         ids: compute the log-probabilities of these tokens at each position, ``[n, k]`` int64, distinct and below
             ``vocab_size``, the same on every rank.
+        support: renormalize the distribution of each position over these tokens, ``[n, k]`` int64, the same on every
+            rank; -1 = no token. A position without any has the whole vocabulary.
         group: the ranks that hold the other columns; None if this rank holds them all.
         overwrite_logits: write the gradient over the logits, which saves their memory. They must have no other reader
             after the forward, and the backward can run only once.
@@ -114,7 +125,7 @@ def vocab_parallel_outputs(
     if not temperature > 0:
         raise ValueError(f"temperature={temperature} must be positive")
     settings = _Settings(vocab_size, temperature, with_entropy, with_sum_pi_squared, group, overwrite_logits)
-    return TokenOutputs(*_TokenOutputs.apply(logits, targets, ids, reference, settings))
+    return TokenOutputs(*_TokenOutputs.apply(logits, targets, ids, support, reference, settings))
 
 
 class TopTokens(NamedTuple):
@@ -179,6 +190,16 @@ class _Settings(NamedTuple):
         real, column = self.real_columns(width), ids - self.first_column(width)
         return column.clamp(0, max(real - 1, 0)), (column >= 0) & (column < real)
 
+    def outside(self, support: Tensor | None, width: int) -> Tensor | None:
+        """Mask of this rank's columns outside the support ``[n, k]``, bool ``[n, real columns]``; None without it."""
+        if support is None:
+            return None
+        column, is_local = self.local_columns(support, width)
+        real = self.real_columns(width)
+        mask = torch.ones(len(support), real + 1, dtype=torch.bool, device=support.device)
+        mask.scatter_(1, column.where(is_local, real), False)  # the extra column takes the others' tokens
+        return mask[:, :real] & (support >= 0).any(-1, keepdim=True)
+
     def all_reduce(self, tensor: Tensor, operation: Any = dist.ReduceOp.SUM) -> Tensor:
         """Reduce a tensor in place over the group; communicates."""
         if self.group is not None and self.group.size() > 1:
@@ -203,6 +224,7 @@ class _TokenOutputs(torch.autograd.Function):
         logits: Tensor,
         targets: Tensor,
         ids: Tensor | None,
+        support: Tensor | None,
         reference: ReferenceHead | None,
         settings: _Settings,
     ) -> tuple[Tensor | None, ...]:
@@ -216,8 +238,9 @@ class _TokenOutputs(torch.autograd.Function):
         squares = torch.empty_like(log_probs) if settings.with_sum_pi_squared else None
         is_argmax = torch.empty_like(is_local)
         for rows in _chunks(logits):
-            maximum[rows] = _maximum(logits[rows, :real], settings)
-            shifted = _shifted(logits[rows, :real], maximum[rows], settings)
+            outside = settings.outside(None if support is None else support[rows], logits.shape[1])
+            maximum[rows] = _maximum(logits[rows, :real], settings, outside)
+            shifted = _shifted(logits[rows, :real], maximum[rows], settings, outside)
             target, total[rows], moment, squared = _sums(shifted, column[rows], is_local[rows], settings)
             log_probs[rows] = target - total[rows].log()
             entropy[rows] = total[rows].log() - moment / total[rows]
@@ -230,13 +253,13 @@ class _TokenOutputs(torch.autograd.Function):
                 ids_log_probs[rows] = settings.all_reduce(ids_log_probs[rows]) - total[rows, None].log()
             if reference is not None:  # last, since it overwrites `shifted`
                 ref_maximum[rows], ref_total[rows], kl[rows] = _kl(
-                    shifted, total[rows], reference.logits(rows, real), settings
+                    shifted, total[rows], reference.logits(rows, real), settings, outside
                 )
         ctx.mark_non_differentiable(*(constant for constant in (is_argmax, squares) if constant is not None))
         ctx.set_materialize_grads(False)
         ctx.settings, ctx.reference = settings, reference
         if ctx.needs_input_grad[0]:
-            ctx.save_for_backward(logits, column, is_local, ids_column, ids_local, results)
+            ctx.save_for_backward(logits, column, is_local, ids_column, ids_local, support, results)
         return (
             log_probs.clone(),
             entropy.clone() if settings.with_entropy else None,
@@ -250,13 +273,14 @@ class _TokenOutputs(torch.autograd.Function):
     def backward(ctx: Any, *grads: Tensor | None) -> tuple[Tensor | None, ...]:
         settings: _Settings = ctx.settings
         reference: ReferenceHead | None = ctx.reference
-        logits, column, is_local, ids_column, ids_local, results = ctx.saved_tensors
+        logits, column, is_local, ids_column, ids_local, support, results = ctx.saved_tensors
         _, entropy, kl, maximum, total, ref_maximum, ref_total = results
         real = settings.real_columns(logits.shape[1])
         to_log_probs, to_entropy, _, to_kl, to_ids, _ = (None if g is None else g / settings.temperature for g in grads)
         result = logits.detach() if settings.overwrite_logits else torch.empty_like(logits)
         for rows in _chunks(logits):
-            shifted = _shifted(logits[rows, :real], maximum[rows], settings)
+            outside = settings.outside(None if support is None else support[rows], logits.shape[1])
+            shifted = _shifted(logits[rows, :real], maximum[rows], settings, outside)
             grad = torch.zeros_like(shifted)
             if to_log_probs is not None or to_entropy is not None:
                 probs = shifted.exp().div_(total[rows, None])
@@ -272,14 +296,14 @@ class _TokenOutputs(torch.autograd.Function):
                 grad.addcmul_(shifted.exp().div_(total[rows, None]), to_ids[rows].sum(-1, keepdim=True), value=-1)
                 grad.scatter_add_(1, ids_column[rows], to_ids[rows] * ids_local[rows])
             if to_kl is not None and reference is not None:
-                ref_shifted = _shifted(reference.logits(rows, real), ref_maximum[rows], settings)
+                ref_shifted = _shifted(reference.logits(rows, real), ref_maximum[rows], settings, outside)
                 probs, log_ratio = _probs_and_log_ratio(shifted, total[rows], ref_shifted, ref_total[rows])
                 grad.addcmul_(probs.mul_(log_ratio.sub_(kl[rows, None])), to_kl[rows, None])
                 del ref_shifted, probs, log_ratio
             result[rows, :real] = grad
             del shifted, grad  # before the next chunk's
         result[:, real:] = 0
-        return result, None, None, None, None
+        return result, None, None, None, None, None
 
 
 def _chunks(logits: Tensor) -> Iterator[slice]:
@@ -288,16 +312,20 @@ def _chunks(logits: Tensor) -> Iterator[slice]:
     return (slice(start, start + step) for start in range(0, len(logits), step))
 
 
-def _maximum(logits: Tensor, settings: _Settings) -> Tensor:
-    """Largest logit of each token over the whole vocabulary, float32; communicates."""
+def _maximum(logits: Tensor, settings: _Settings, outside: Tensor | None = None) -> Tensor:
+    """Largest logit of each token over the vocabulary or its support, float32; communicates."""
+    if outside is not None:
+        logits = logits.masked_fill(outside, -torch.inf)
     local = logits.amax(-1).float() if logits.shape[1] else logits.new_full((len(logits),), -torch.inf).float()
     return settings.all_reduce(local, dist.ReduceOp.MAX)
 
 
-def _shifted(logits: Tensor, maximum: Tensor, settings: _Settings) -> Tensor:
+def _shifted(logits: Tensor, maximum: Tensor, settings: _Settings, outside: Tensor | None = None) -> Tensor:
     """Distance of the logits to the maximum over the temperature, in a new float32 tensor."""
     shifted = logits - maximum[:, None]
-    return shifted.div_(settings.temperature) if settings.temperature != 1 else shifted
+    if settings.temperature != 1:
+        shifted.div_(settings.temperature)
+    return shifted if outside is None else shifted.masked_fill_(outside, _OUTSIDE)
 
 
 def _sums(shifted: Tensor, column: Tensor, is_local: Tensor, settings: _Settings) -> Tensor:
@@ -317,10 +345,12 @@ def _sums(shifted: Tensor, column: Tensor, is_local: Tensor, settings: _Settings
     return settings.all_reduce(sums)
 
 
-def _kl(shifted: Tensor, total: Tensor, ref_logits: Tensor, settings: _Settings) -> tuple[Tensor, Tensor, Tensor]:
+def _kl(
+    shifted: Tensor, total: Tensor, ref_logits: Tensor, settings: _Settings, outside: Tensor | None
+) -> tuple[Tensor, Tensor, Tensor]:
     """Return the reference's maximum and sum of exponentials, and the KL; overwrites ``shifted``, communicates."""
-    ref_maximum = _maximum(ref_logits, settings)
-    ref_shifted = _shifted(ref_logits, ref_maximum, settings)
+    ref_maximum = _maximum(ref_logits, settings, outside)
+    ref_shifted = _shifted(ref_logits, ref_maximum, settings, outside)
     ref_total = settings.all_reduce(ref_shifted.exp().sum(-1))
     probs, log_ratio = _probs_and_log_ratio(shifted, total, ref_shifted, ref_total)
     return ref_maximum, ref_total, settings.all_reduce(probs.mul_(log_ratio).sum(-1))

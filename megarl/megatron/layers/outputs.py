@@ -13,6 +13,7 @@ from torch import Tensor
 from megarl.megatron.layers.context_parallel import MicroBatchPart, gather_outputs
 from megarl.megatron.layers.logprobs import (
     REF_HIDDEN,
+    SUPPORT,
     TEACHER_HIDDEN,
     TEACHER_IDS,
     TEACHER_NUMBER,
@@ -105,6 +106,8 @@ def policy_outputs(
 ) -> PolicyOutputs:
     """Compute a micro-batch's outputs from this rank's logits; communicates.
 
+    With a column :data:`~megarl.megatron.layers.logprobs.SUPPORT` the distributions are over each token's support.
+
     Args:
         logits: ``[this rank's response tokens, padded vocabulary / tensor-parallel size]``.
     """
@@ -115,6 +118,7 @@ def policy_outputs(
             logits, options.top, vocab_size=vocab_size, temperature=options.temperature, group=runtime.tp_group
         )
     ids = micro_batch.columns[TEACHER_IDS][part.local_indices].long() if options.at_teacher_ids else None
+    support = micro_batch.columns.get(SUPPORT)
     local = vocab_parallel_outputs(
         logits,
         part.targets,
@@ -124,6 +128,7 @@ def policy_outputs(
         with_sum_pi_squared=options.with_sum_pi_squared,
         reference=_reference(part, micro_batch, options),
         ids=ids,
+        support=None if support is None else support[part.local_indices].long(),
         group=runtime.tp_group,
         overwrite_logits=True,  # the schedule keeps no logits, and nothing else reads them
     )

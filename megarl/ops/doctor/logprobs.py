@@ -284,7 +284,7 @@ def diagnose_dump(path: Path, model: str, rows: int, device: str, run: str | Non
     if len(whole) and not chosen:
         text = f"{path}: every row has images, which a dump does not contain; expected {_IMAGES_FROM}, or rows of text"
         raise DataError(text, code="doctor.rows-with-images")
-    columns = [field.name for field in dataclasses.fields(whole) if field.name not in ("metadata", "weight_versions")]
+    columns = [field.name for field in dataclasses.fields(whole) if isinstance(getattr(whole, field.name), list)]
     values: dict[str, Any] = {name: [getattr(whole, name)[row] for row in chosen] for name in columns}
     dump = dataclasses.replace(whole, **values, weight_versions=whole.weight_versions[chosen])
     engine, actor = (_generated(dump, name) for name in ("rollout_log_probs", "old_log_probs"))
@@ -348,6 +348,11 @@ class ReferenceModel:
         logits = self.model(**inputs).logits[0, len(dump.prompts[row]) - 1 : -1].float()
         generated = torch.from_numpy(dump.generated[row].astype(bool)).to(self.device)
         logits, chosen = logits[generated], inputs["input_ids"][0, len(dump.prompts[row]) :][generated]
+        if dump.support is not None:
+            ids_inside = torch.from_numpy(dump.support[row].astype(np.int64)).to(self.device)[generated]
+            outside = torch.ones(len(logits), logits.shape[1] + 1, dtype=torch.bool, device=self.device)
+            outside.scatter_(1, ids_inside.where(ids_inside >= 0, logits.shape[1]), False)
+            logits = logits.masked_fill(outside[:, :-1], -torch.inf)
         each = [(logits / t).log_softmax(-1).gather(1, chosen[:, None])[:, 0] for t in temperatures]
         return torch.stack(each).double().cpu().numpy()
 

@@ -364,7 +364,7 @@ class EmbeddedEngine(RolloutEngine):
         return ContinuousBatcher(decoder, cache, sampler, rules, lanes, self._prompt_tokens, routes, self._images)
 
     def _completion(self, ended: FinishedRequest, reason: FinishReason) -> Completion:
-        request, tokens, log_probs, _, routes = ended
+        request, tokens, log_probs, _, routes, support = ended
         if not all(map(math.isfinite, log_probs)):
             raise RolloutError(
                 f"weight version {self.weight_version} gives log-probs that are not finite, in request "
@@ -372,7 +372,9 @@ class EmbeddedEngine(RolloutEngine):
                 code="rollout.logprobs-not-finite",
             )
         self._running.discard(request.request_id)
-        rest = Completion(request.request_id, tokens, log_probs, reason, self.weight_version, routes=routes)
+        rest = Completion(
+            request.request_id, tokens, log_probs, reason, self.weight_version, routes=routes, support=support
+        )
         return rest.after(request.prior)
 
     def _check_request(self, request: Request) -> None:
@@ -404,7 +406,13 @@ def check_model(config: ModelConfig) -> None:
         )
 
 
-@register_engine("embedded", check=lambda config, options: check_model(config), returns_routes=True, quantizes=True)
+@register_engine(
+    "embedded",
+    check=lambda config, options: check_model(config),
+    returns_routes=True,
+    returns_support=True,
+    quantizes=True,
+)
 def create_embedded(model_path: str, options: EngineOptions) -> EmbeddedEngine:
     """Create the embedded engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     options = replace(options, eos_token_ids=options.end_tokens(model_path))

@@ -20,7 +20,7 @@ from megarl.models.model_config import Experts
 from megarl.models.vision_tower import ImageFeatures
 from megarl.rollout.embedded.decoder import TransformerDecoder
 from megarl.rollout.embedded.kv_cache import KVCache, PromptAttention, StepAttention
-from megarl.rollout.embedded.sampling import Sampler, StopRules
+from megarl.rollout.embedded.sampling import Draws, Sampler, StopRules
 from megarl.rollout.interface import Request
 
 Member = TypeVar("Member")
@@ -136,6 +136,8 @@ class FinishedRequest(NamedTuple):
     """Whether it ended at a stop token or string, not at its limit."""
     routes: np.ndarray | None = None
     """See :attr:`megarl.rollout.interface.Completion.routes`; from ``request.remaining_routes_from`` on."""
+    support: np.ndarray | None = None
+    """See :attr:`megarl.rollout.interface.Completion.support`; of the new tokens."""
 
 
 class RouteTable:
@@ -224,6 +226,7 @@ class ContinuousBatcher:
         self._free_lanes = list(range(lanes))
         self._tokens = torch.zeros(lanes, 0, dtype=torch.int64, device=device)
         self._log_probs = torch.zeros(lanes, 0, dtype=torch.float32, device=device)
+        self._support = torch.zeros(lanes, 0, 0, dtype=torch.int32, device=device)
         self._ended: list[FinishedRequest] = []
         self._is_sorted = False  # slots by length, longest first
 
@@ -323,7 +326,7 @@ class ContinuousBatcher:
             by_prompt = routes.split(lengths)
             for lane, prompt in zip(lanes, prompts, strict=True):
                 self._routes.begin(lane, [*shared, by_prompt[prompt]])
-        self._record(first, *self._sampler.draw(logits[prompt_of_slot], state[3], state[2]))
+        self._record(first, self._sampler.draw(logits[prompt_of_slot], state[3], state[2]))
 
     def _assign(self, requests: Sequence[Request]) -> list[int]:
         """Assign a lane to each request, whose next token has the position after its prompt and prior response."""
@@ -337,6 +340,9 @@ class ContinuousBatcher:
         wider = max(p.max_new_tokens for p in params) - self._tokens.shape[1]
         if wider > 0:
             self._tokens, self._log_probs = F.pad(self._tokens, (0, wider)), F.pad(self._log_probs, (0, wider))
+        _, length, width = self._support.shape
+        wider = max(width, *(p.support for p in params)) - width
+        self._support = F.pad(self._support, (0, wider, 0, self._tokens.shape[1] - length), value=-1)
         for lane, request in zip(lanes, requests, strict=True):
             if request.prior is not None:
                 tokens = torch.tensor(request.prior_ids, dtype=torch.int64, device=self._device)
@@ -356,7 +362,7 @@ class ContinuousBatcher:
             self._routes.store(lanes, positions, routes, self._longest())
         positions += 1
         self._steps += 1
-        self._record(0, *self._sampler.draw(logits, lanes, counts))
+        self._record(0, self._sampler.draw(logits, lanes, counts))
 
     def _sort_slots(self) -> None:
         """Put the longest sequences first, if decode steps read the cache in parts.
@@ -378,12 +384,14 @@ class ContinuousBatcher:
         """Tokens of the longest running sequence, with its newest one."""
         return max(self._offsets.values()) + self._steps + 1
 
-    def _record(self, first: int, drawn: Tensor, log_probs: Tensor) -> None:
+    def _record(self, first: int, drawn: Draws) -> None:
         """Store the new tokens of slots ``first .. size - 1``, and remove finished sequences."""
         tokens, _, counts, lanes = self._state[:4, first : self._size]
-        self._tokens[lanes, counts] = drawn
-        self._log_probs[lanes, counts] = log_probs
-        tokens.copy_(drawn)
+        self._tokens[lanes, counts] = drawn.tokens
+        self._log_probs[lanes, counts] = drawn.log_probs
+        if drawn.support is not None:
+            self._support[lanes, counts, : drawn.support.shape[1]] = drawn.support
+        tokens.copy_(drawn.tokens)
         counts += 1
         ended, stopped = self._rules.apply(lanes, self._tokens, counts)
         self._leave(first, ended, stopped)
@@ -401,7 +409,10 @@ class ContinuousBatcher:
             routes, first_route = None, request.remaining_routes_from
             if self._routes is not None and first_route is not None:
                 routes = self._routes.read(lane, first_route, len(request.prompt_ids) + count - 1)
-            self._ended.append(FinishedRequest(request, tokens, log_probs, at_stop, routes))
+            support = None
+            if width := request.params.support:
+                support = self._support[lane, new, :width].cpu().numpy().copy()
+            self._ended.append(FinishedRequest(request, tokens, log_probs, at_stop, routes, support))
             del self._offsets[lane]
         self._sampler.release(lanes)
         self._free_lanes += lanes

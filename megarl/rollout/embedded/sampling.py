@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import functools
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -49,6 +50,20 @@ def _mix(z: np.ndarray) -> np.ndarray:
     return mixed
 
 
+class Draws(NamedTuple):
+    """One drawn token per row.
+
+    Attributes:
+        tokens: int64 ``[rows]``.
+        log_probs: float32 ``[rows]``, see :attr:`megarl.rollout.interface.Completion.log_probs`.
+        support: int32 ``[rows, k]``, the tokens that each was drawn from, -1 = none; None if no request wants them.
+    """
+
+    tokens: Tensor
+    log_probs: Tensor
+    support: Tensor | None
+
+
 class Sampler:
     """Draws the next token of each running request."""
 
@@ -59,6 +74,7 @@ class Sampler:
         self._greedy, self._temperature = column(torch.bool), column(torch.float32)
         self._top_p, self._top_k = column(torch.float64), column(torch.int64)
         self._min_p, self._penalty = column(torch.float32), column(torch.float32)
+        self._with_support = column(torch.bool)
         self._drawn = torch.zeros(lanes, 0, dtype=torch.bool, device=device)
         self._uniforms = torch.zeros(lanes, 0, dtype=torch.float64, device=device)
         self._params: dict[int, SamplingParams] = {}
@@ -77,7 +93,8 @@ class Sampler:
         fill(self._greedy, [p.temperature == 0 for p in params])
         fill(self._temperature, [p.temperature or 1.0 for p in params])
         fill(self._top_p, [p.top_p for p in params])
-        fill(self._top_k, [p.top_k if p.top_k > 0 else 2**31 for p in params])
+        fill(self._top_k, [p.largest_support for p in params])
+        fill(self._with_support, [p.support > 0 for p in params])
         fill(self._min_p, [p.min_p for p in params])
         fill(self._penalty, [p.repetition_penalty for p in params])
         self._drawn[at] = False
@@ -103,36 +120,43 @@ class Sampler:
         self._all_greedy = all(p.temperature == 0 for p in params)
         self._any_greedy = any(p.temperature == 0 for p in params)
         self._scaled = any(p.temperature not in (0, 1) for p in params)
-        self._filtered = any(p.top_p < 1 or p.top_k > 0 for p in params)
+        self._support = max((p.support for p in params), default=0)
+        self._filtered = any(p.top_p < 1 or p.top_k > 0 or p.support for p in params)
         self._min_filtered = any(p.min_p > 0 for p in params)
         self._penalized = any(p.repetition_penalty != 1 for p in params)
 
-    def draw(self, logits: Tensor, lanes: Tensor, steps: Tensor) -> tuple[Tensor, Tensor]:
+    def draw(self, logits: Tensor, lanes: Tensor, steps: Tensor) -> Draws:
         """Draw one token per row.
 
         Args:
             logits: float32 ``[rows, vocab]``.
             lanes: int64 ``[rows]``, lane of each row's request.
             steps: int64 ``[rows]``, tokens that the request already has.
-
-        Returns:
-            Token ids int64 ``[rows]``, and their log-probs float32 ``[rows]`` at the request's temperature (1 if
-            greedy) and repetition penalty, before top-k, top-p and min-p.
         """
         if self._penalized:
             logits = self._penalize(logits, lanes)
         if self._scaled:
             logits = logits / self._temperature[lanes, None]
         log_probs = logits.log_softmax(-1)
-        if self._all_greedy:
+        probs = None if self._all_greedy else self._filter(log_probs.exp(), lanes)
+        if probs is None:
             tokens = log_probs.argmax(-1)
         else:
-            tokens = self._invert_cdf(log_probs.exp(), lanes, steps)
+            tokens = self._invert_cdf(probs, lanes, steps)
             if self._any_greedy:
                 tokens = torch.where(self._greedy[lanes], log_probs.argmax(-1), tokens)
         if self._penalized:
             self._drawn[lanes, tokens] = True
-        return tokens, log_probs.gather(1, tokens[:, None])[:, 0]
+        drawn = log_probs.gather(1, tokens[:, None])[:, 0]
+        if not self._support:
+            return Draws(tokens, drawn, None)
+        outside = torch.ones_like(log_probs, dtype=torch.bool) if probs is None else probs == 0
+        outside |= self._greedy[lanes, None]
+        log_probs.masked_fill_(outside.scatter_(1, tokens[:, None], False), -torch.inf)
+        ranked, support = log_probs.topk(min(self._support, log_probs.shape[1]))
+        support = support.int().masked_fill_(ranked == -torch.inf, -1)
+        drawn = torch.where(self._with_support[lanes], drawn - ranked.logsumexp(-1), drawn)
+        return Draws(tokens, drawn, F.pad(support, (0, self._support - support.shape[1]), value=-1))
 
     def _penalize(self, logits: Tensor, lanes: Tensor) -> Tensor:
         """Lower the logits of tokens that the requests have drawn; a request with penalty 1 keeps its logits."""
@@ -144,12 +168,16 @@ class Sampler:
         penalty = self._penalty[lanes, None]
         return torch.where(self._drawn[lanes], torch.where(logits > 0, logits / penalty, logits * penalty), logits)
 
-    def _invert_cdf(self, probs: Tensor, lanes: Tensor, steps: Tensor) -> Tensor:
-        """Return the token at the row's random number in the cumulative distribution over token ids."""
+    def _filter(self, probs: Tensor, lanes: Tensor) -> Tensor:
+        """Set to zero the probabilities that the rows' requests exclude."""
         if self._filtered:
             probs = filter_top_k_top_p(probs, self._top_k[lanes], self._top_p[lanes])
         if self._min_filtered:
             probs = probs.masked_fill(probs < self._min_p[lanes, None] * probs.amax(-1, keepdim=True), 0)
+        return probs
+
+    def _invert_cdf(self, probs: Tensor, lanes: Tensor, steps: Tensor) -> Tensor:
+        """Return the token at the row's random number in the cumulative distribution over token ids."""
         cumulated = probs.cumsum(-1, dtype=torch.float64)
         # At most 1 - 2^-53, so the product is below the total after rounding: the chosen token has probability > 0.
         target = self._uniforms[lanes, steps][:, None] * cumulated[:, -1:]

@@ -19,9 +19,11 @@ import psutil
 from megarl.base.image_files import lossless_png
 from megarl.base.image_tokens import Image, image_spans, with_placeholders
 from megarl.base.processes import READ_ERRORS
+from megarl.config.schema.rollout import SUPPORT_TIES
 from megarl.models.model_config import Experts, Vision
 from megarl.rollout.interface import Completion, EngineLost, Request, RequestRefused, RolloutError, SamplingParams
 from megarl.rollout.sglang.options import ROUTES_ARGUMENT
+from megarl.rollout.sglang.support import parse_support
 
 _T = TypeVar("_T")
 CLOSE_S = 10.0
@@ -259,6 +261,9 @@ def request_payload(
     payload = {"input_ids": list(request.prompt_ids), "sampling_params": sampling, "return_logprob": True, "rid": rid}
     if vision is not None and request.images:
         payload |= _image_fields(request, vision, urls or ImageURLs())
+    if params.support:
+        sampling["top_k"] = min(params.largest_support, params.support - SUPPORT_TIES)
+        payload["return_sampling_mask"] = True
     if request.routes_from is not None:
         payload |= {"return_routed_experts": True, "routed_experts_start_len": request.routes_from}
     return payload
@@ -295,12 +300,16 @@ def parse_completion(request: Request, response: dict[str, Any], context: Respon
     """Convert SGLang's response to a completion.
 
     Raises:
-        RolloutError: log-probs are not finite or not one per token, tokens or routes are missing, SGLang has another
-            number of image tokens, or it failed.
+        RolloutError: log-probs are not finite or not one per token, tokens, routes or support are missing, SGLang has
+            another number of image tokens, or it failed.
+        RequestRefused: see :func:`~megarl.rollout.sglang.support.parse_support`.
     """
     meta = response["meta_info"]
     pairs = meta.get("output_token_logprobs") or []
     tokens, log_probs = [int(pair[1]) for pair in pairs], [float(pair[0]) for pair in pairs]
+    support = None
+    if request.params.support:
+        support, log_probs = parse_support(request, meta, tokens)
     reason = meta.get("finish_reason") or {}
     _check(request, response, tokens, log_probs, reason)
     if request.images and tokens:
@@ -315,6 +324,7 @@ def parse_completion(request: Request, response: dict[str, Any], context: Respon
         oldest,
         versions if len(set(versions)) > 1 else (),
         parse_routes(request, meta.get("routed_experts"), len(tokens), context.experts),
+        support,
     )
 
 

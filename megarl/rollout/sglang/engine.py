@@ -338,7 +338,14 @@ class SGLangEngine(RolloutEngine):
             )
 
 
-@register_engine("sglang", check=check_model_runs, vocab_multiple=VOCAB_MULTIPLE, returns_routes=True, quantizes=True)
+@register_engine(
+    "sglang",
+    check=check_model_runs,
+    vocab_multiple=VOCAB_MULTIPLE,
+    returns_routes=True,
+    returns_support=True,
+    quantizes=True,
+)
 def create_sglang(model_path: str, options: EngineOptions) -> SGLangEngine:
     """Create the SGLang engine for the model in a folder; see :func:`megarl.rollout.create_engine`."""
     if not isinstance(options, SGLangOptions):

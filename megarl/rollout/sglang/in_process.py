@@ -59,7 +59,10 @@ class InProcessBackend:
 
     async def generate(self, payload: dict[str, Any]) -> dict[str, Any]:
         try:
-            response: dict[str, Any] = await self._engine.async_generate(**payload)
+            # Engine.async_generate lacks some of the fields.
+            response: dict[str, Any] = await anext(
+                self._manager.generate_request(request_of("GenerateReqInput", payload), None)
+            )
         except ValueError as error:
             raise RequestRefused(f"SGLang refused a request: {error}", code="sglang.request-refused") from None
         return response

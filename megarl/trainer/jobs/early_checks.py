@@ -30,6 +30,7 @@ from megarl.config import (
 from megarl.config.schema.data import DataSourceConfig, PreferenceDataConfig, RewardPairDataConfig
 from megarl.config.schema.distillation import TeacherConfig
 from megarl.config.schema.jobs import GenerationJobConfig, JobConfig, SupervisedConfig, own_pools
+from megarl.config.schema.rollout import SUPPORT_KEY
 from megarl.config.stored import output_files, output_folders
 from megarl.data import check_files
 from megarl.models import check_model_folder, read_model_config
@@ -61,6 +62,7 @@ def check_early(config: JobConfig) -> None:
     if isinstance(config, TrainConfig | EvaluateConfig) and config.reward.model.enable:
         check_reward_model(config)
     _name_unused_tensors(config)
+    _note_unrecorded_filter(config)
     check_rows(config)
     check_devices(config.trainer, own_pools(config))
     if not isinstance(config, GenerateConfig):  # it tracks nothing
@@ -80,6 +82,18 @@ def _name_unused_tensors(config: JobConfig) -> None:
         paths.append(config.reward.model.path)
     for path in dict.fromkeys(map(str, paths)):
         warn_of_unused(path, unused_tensors(check_model_folder(path)))
+
+
+def _note_unrecorded_filter(config: JobConfig) -> None:
+    """Warn of a token filter in training whose log-probs are those of the whole vocabulary."""
+    if isinstance(config, TrainConfig):
+        rollout = config.actor_rollout_ref.rollout
+        if rollout.filters_tokens and not rollout.support.enable:
+            logger.warning(
+                "training samples with top_p=%g, top_k=%d, min_p=%g, but its log-probs are over the whole vocabulary, "
+                "so the ratio is biased; %s.enable=true normalizes them over the tokens that were sampled from",
+                *(rollout.top_p, rollout.top_k, rollout.min_p, SUPPORT_KEY),
+            )
 
 
 def check_packages(config: JobConfig) -> None:

@@ -271,9 +271,8 @@ def explained_by_rounding(config: TrainConfig, model: ModelConfig) -> float:
 
     The statistic is the mean over tokens of ``abs(log p_engine - log p_actor)``, in nats. Another model moves most
     tokens, while rounding moves few of them far: the largest difference says little, since near ties of a router or of
-    two tokens reach several nats in a healthy run. Both sides have the sampling temperature and the whole vocabulary,
-    so ``top_p``, ``top_k`` and ``min_p`` do not enter. Three standard errors are subtracted, so that few tokens do not
-    decide.
+    two tokens reach several nats in a healthy run. Both sides have the sampling temperature, and the whole vocabulary
+    or the sampled support. Three standard errors are subtracted, so that few tokens do not decide.
 
     Measured means are 0.01 for a dense model in bfloat16, and 0.04 to 0.07 with FP8 in the engine or the actor
     (https://github.com/vllm-project/vime/issues/64, https://github.com/radixark/miles/issues/2722); NeMo RL accepts

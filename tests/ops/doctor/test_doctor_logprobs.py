@@ -59,6 +59,25 @@ def test_wrong_weights_of_one_side(
     )
 
 
+def test_log_probs_over_the_sampled_support(diagnose, healthy, models):
+    """Each token was sampled from three: the log-probs are those of the softmax over them."""
+    support, over_support = [], []
+    for prompt, response, mask in zip(healthy.prompts, healthy.responses, healthy.generated, strict=True):
+        ids = np.concatenate([prompt, response])
+        sets = (response[:, None] + np.arange(3)) % models[1].config.vocab_size
+        with torch.no_grad():
+            logits = (
+                models[1](torch.tensor(ids[None])).logits[0, len(prompt) - 1 : -1].double()
+                / healthy.metadata.temperature
+            )
+        inside = logits.gather(1, torch.tensor(sets)).log_softmax(-1)[:, 0].numpy().astype(np.float32)
+        over_support.append(np.where(mask, inside, 0).astype(np.float32))
+        support.append(np.where(mask[:, None], sets, -1).astype(np.int32))
+    dump = replace(healthy, support=support, rollout_log_probs=over_support, old_log_probs=over_support)
+    assert verdict(diagnose(dump)).startswith("none")
+    assert "neither side computed with this folder's weights" in verdict(diagnose(replace(dump, support=None)))
+
+
 def test_engine_weights_one_update_behind(diagnose, computed_by, models):
     """A missed weight sync causes a small difference that exceeds rounding."""
     behind = copy.deepcopy(models[1])
