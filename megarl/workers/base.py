@@ -189,8 +189,9 @@ class MegatronWorker(SavingWorker):
 
         Returns:
             Metrics under the role's prefix, averaged over the optimizer steps; equal on all ranks. ``skipped_steps``
-            and ``empty_steps``, those without a trained token, are counts; so are, if equal beginnings of sequences
-            may be computed once, ``computed_tokens`` and ``sequence_tokens``, those of all sequences one by one.
+            and ``empty_steps``, those without a trained token, are counts. If equal beginnings of sequences may be
+            computed once, ``perf/computed_tokens/<role>`` and ``perf/sequence_tokens/<role>``, those of all sequences
+            one by one, are totals.
         """
         rows = self.packed_rows(batch, plan.budget)
         share = plan.mini_batch_rows // self.settings.layout.dp
@@ -220,7 +221,10 @@ class MegatronWorker(SavingWorker):
         means |= {f"{self.prefix}/{name}": Total(totals[name]) for name in ("skipped_steps", "empty_steps")}
         if rows.shares_prompts:
             computed, whole = self.engine.all_reduce_dp(tokens).tolist()
-            means |= {f"{self.prefix}/computed_tokens": Total(computed), f"{self.prefix}/sequence_tokens": Total(whole)}
+            means |= {
+                f"perf/computed_tokens/{self.prefix}": Total(computed),
+                f"perf/sequence_tokens/{self.prefix}": Total(whole),
+            }
         return means | self.memory.take_metrics() | self.end_phase()
 
     def _pack_mini_batch(

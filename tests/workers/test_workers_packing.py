@@ -77,8 +77,8 @@ def test_equal_beginnings_are_computed_once_and_counted(role_pool, models):
         "actor/kl_coef": ACTOR.kl_loss_coef,
         "actor/skipped_steps": 0.0,
         "actor/empty_steps": 0.0,
-        "actor/computed_tokens": 45,
-        "actor/sequence_tokens": sum(map(sum, ROW_LENGTHS)),
+        "perf/computed_tokens/actor": 45,
+        "perf/sequence_tokens/actor": sum(map(sum, ROW_LENGTHS)),
     }
     for metrics in results:
         assert metrics == pytest.approx(expected_metrics, rel=1e-5, abs=1e-6)
