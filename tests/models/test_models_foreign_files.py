@@ -271,7 +271,7 @@ def test_an_adapter_config_with_any_value_in_a_field(adapters):
         try:
             read = AdapterFolder(folder)
             read.check(expected)
-            options_of_folder(read)
+            options_of_folder(read, expected.model)
         except ConfigError as error:
             assert str(folder) in error.text and error.code.partition(".")[0] in ("adapter", "model")
         except Exception as error:
