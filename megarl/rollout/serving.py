@@ -184,9 +184,13 @@ class EngineServer:
             TRACER.follow_thread()
             count_memory()
             with span("generate", "verb"):
-                while self._has_work:
+                while self._goes_on():
                     self._poll_once()
             count_memory()
+
+    def _goes_on(self) -> bool:
+        with self._changed:  # clients add requests meanwhile
+            return self._has_work
 
     def _poll_once(self) -> None:
         """Pass new requests to the engine, let it work, and hand out the completions.
